@@ -79,7 +79,7 @@ bits: $(RUN) ## record the bits of all results as hashes, into build/bits.json, 
 	$(RUN) tools/record_bits.py build/bits.json $(BITS)
 
 bits-compare: $(RUN) ## compare two records: OLD=before.json NEW=build/bits.json
-	$(RUN) tools/compare_bits.py "$(OLD)" "$(NEW)" $(BITS)
+	$(RUN) tools/compare_bits.py "$(OLD)" "$(NEW)"
 
 # Apart from the rest, as torchao: transformers imports it wherever it finds it.
 build/peft: | $(RUN)
@@ -143,8 +143,8 @@ gpu-full: $(RUN) ## there, the whole grid of benchmarks; resumes a stopped run
 tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file; TUNE=--quick takes minutes
 	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs $(TUNE)
 
-profile: $(RUN) ## profile the kernels and a decode step with Nsight Compute and torch.profiler; a page in docs/profiles
-	@sh tools/profile.sh
+profile: $(RUN) ## profile the products and a decode step with Nsight Compute and torch.profiler; a page in docs/profiles
+	$(RUN) tools/profiles.py
 
 # Apart from the rest, as torchao.
 build/sphinx: pyproject.toml | $(RUN)

@@ -6,4 +6,5 @@ list of :class:`icl_patch.bench.harness.Case`, the most telling first; its docst
 its table.
 """
 
-BENCHMARKS = ("linear", "inversion", "attention", "generation")
+OF_A_MODEL = ("generation", "answer")
+BENCHMARKS = ("linear", "inversion", "attention", *OF_A_MODEL)

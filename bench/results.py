@@ -4,7 +4,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import platform
 import re
 import time
@@ -72,14 +71,13 @@ class Results:
     """The rows of one benchmark on one device; goes on with a file of the same environment."""
 
     def __init__(self, benchmark: str, device: torch.device, folder: Path) -> None:
-        self.benchmark, self.device = benchmark, device
-        self.environment = environment(device)
-        self.path = folder / f"{benchmark}-{file_name(self.environment['device'])}.json"
-        self.rows: list[dict[str, Any]] = []
+        where = environment(device)
+        self.device, self.path = device, folder / f"{benchmark}-{file_name(where['device'])}.json"
+        self.data: dict[str, Any] = {"benchmark": benchmark, "environment": where, "rows": []}
         if self.path.exists():
             saved = json.loads(self.path.read_text(encoding="utf-8"))
-            if saved["environment"] == self.environment:
-                self.rows = saved["rows"]
+            if saved["environment"] == where:
+                self.data = saved
 
     def measure(
         self,
@@ -108,29 +106,25 @@ class Results:
                 return
             yield f"{number}/{len(missing)} {case.name}", True
             rows = case.rows(self.device, rounds)
-            self.rows = [row for row in self.rows if row["case"] != case.name]
-            self.rows += [row | {"code": code_fingerprint()} for row in rows]
+            others = [row for row in self.data["rows"] if row["case"] != case.name]
+            measured = [row | {"code": code_fingerprint()} for row in rows]
+            self.data["rows"] = others + measured
             self.write()
             calls = "; ".join(f"{row['call']} {cell(row)}".strip() for row in rows)
             yield f"  {calls}", not any("failed" in row for row in rows)
 
     def has(self, name: str) -> bool:
         """Whether this code has measured the case without a failure."""
-        rows = [row for row in self.rows if row["case"] == name]
+        rows = [row for row in self.data["rows"] if row["case"] == name]
         good = [row["code"] == code_fingerprint() and "failed" not in row for row in rows]
         return bool(rows) and all(good)
 
     def write(self) -> None:
         """Write the JSON file and the table, each atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        text = json.dumps(self.data, indent=1) + "\n"
         write_atomically(self.path, [text.encode()])
-        write_atomically(self.path.with_suffix(".md"), [page(self.to_dict()).encode()])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The contents of the JSON file."""
-        names = ("benchmark", "environment", "rows")
-        return {name: getattr(self, name) for name in names}
+        write_atomically(self.path.with_suffix(".md"), [page(self.data).encode()])
 
 
 def load_all(folder: Path, benchmark: str) -> list[dict[str, Any]]:
@@ -141,71 +135,49 @@ def load_all(folder: Path, benchmark: str) -> list[dict[str, Any]]:
     ]
 
 
-def default_folder() -> Path:
-    """``$ICL_RESULTS``, else ``bench/results`` in a checkout, else ``icl-patch-bench`` here."""
-    checkout = Path(__file__).parent
-    here = (checkout.parent / "pyproject.toml").exists()
-    return Path(
-        os.environ.get("ICL_RESULTS") or (checkout / "results" if here else "icl-patch-bench")
-    )
-
-
 def page(data: Mapping[str, Any]) -> str:
-    """The page of a results file: the benchmark's docstring, the environment, the tables."""
+    """The page of a results file: the benchmark's docstring, the environment, the table."""
     module = importlib.import_module(f"icl_patch.bench.cases.{data['benchmark']}")
     where = ", ".join(f"{name} {value}" for name, value in data["environment"].items() if value)
-    notes = [
-        f"- {key.capitalize()}: {row['case']}, {row['call']}: {row[key]}"
+    failures = [
+        f"- Failed: {row['case']}, {row['call']}: {row['failed']}"
         for row in data["rows"]
-        for key in ("failed", "not profiled")
-        if key in row
+        if "failed" in row
     ]
     head = [f"# {data['benchmark']}", "", (module.__doc__ or "").strip(), "", where, ""]
-    return "\n".join([*head, *notes, *([""] if notes else []), *tables(data), ""])
+    return "\n".join([*head, *failures, *([""] if failures else []), *table(data["rows"]), ""])
 
 
-def tables(data: Mapping[str, Any]) -> list[str]:
-    """The lines of a results file's tables: the benchmark's own ``tables(rows)``, or one table."""
-    module = importlib.import_module(f"icl_patch.bench.cases.{data['benchmark']}")
-    return list(getattr(module, "tables", table_by_case)(data["rows"]))
-
-
-def table_by_case(rows: Sequence[Row], numbers: Sequence[str] | None = None) -> list[str]:
-    """A Markdown table with a row for each case: our call with its numbers (by default all), then
-    every other call's time and its ratio to ours.
+def table(rows: Sequence[Row]) -> list[str]:
+    """The lines of a Markdown table with a row for each case: every call's time and its ratio to
+    ours, then the middle half of our times and our numbers.
     """
     ours = {row["case"]: row for row in rows if row["ours"]}
-    present = dict.fromkeys(name for row in ours.values() for name in row if _is_number(row, name))
-    numbers = [name for name in present if numbers is None or name in numbers]
-    others = list(dict.fromkeys(row["call"] for row in rows if not row["ours"]))
-    lines = []
-    for case, row in ours.items():
-        calls = {row["call"]: cell(row) for row in rows if row["case"] == case}
-        lines.append(
-            [case, cell(row), middle_half(row)]
-            + [format_number(row.get(name)) for name in numbers]
-            + [calls.get(name, "") for name in others]
+    calls = list(dict.fromkeys(row["call"] for row in rows if row["call"]))
+    numbers = list(
+        dict.fromkeys(
+            name
+            for row in ours.values()
+            for name, value in row.items()
+            if isinstance(value, float | int) and name not in ("ours", "ratio", "rate")
         )
-    name = next((row["call"] for row in ours.values() if row["call"]), "ours")
-    return table_lines(["case", name, "middle half", *numbers, *others], lines)
-
-
-def _is_number(row: Row, name: str) -> bool:
-    """Whether an entry of a row is a number with a column of its own."""
-    return isinstance(row[name], float | int) and name not in ("ours", "ratio", "rate")
+    )
+    lines = [["case", *calls, "middle half", *numbers]]
+    for case, row in ours.items():
+        cells = {row["call"]: cell(row) for row in rows if row["case"] == case}
+        found = [format_number(row[name]) if name in row else "-" for name in numbers]
+        lines.append([case, *(cells.get(name, "") for name in calls), middle_half(row), *found])
+    texts = [[text.replace("|", "\\|") for text in line] for line in lines]
+    texts.insert(1, ["---"] * len(lines[0]))
+    return ["| " + " | ".join(line) + " |" for line in texts]
 
 
 def cell(row: Row) -> str:
-    """A call's time, or its units a second, and its ratio to ours; or the reason it failed."""
-    text = f"{row['rate']:.3g} {row['unit']}" if "rate" in row else time_cell(row)
+    """A call's time and its ratio to ours, or the reason it failed."""
+    if "failed" in row:
+        return f"FAILED: {row['failed']}"
+    text = format_seconds(row["seconds"]["median"])
     return text if row["ours"] or "ratio" not in row else f"{text} ({row['ratio']:.3g}×)"
-
-
-def time_cell(row: Row) -> str:
-    """A call's time, or the reason it failed."""
-    return (
-        f"FAILED: {row['failed']}" if "failed" in row else format_seconds(row["seconds"]["median"])
-    )
 
 
 def middle_half(row: Row) -> str:
@@ -220,12 +192,6 @@ def format_seconds(value: float) -> str:
     return f"{float(f'{value / size:.3g}'):g} {unit}"
 
 
-def format_number(value: float | None) -> str:
-    """Three digits, all of a large number's; ``-`` for None."""
-    return "-" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-
-
-def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    escaped = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
-    return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names), *escaped]
+def format_number(value: float) -> str:
+    """Three digits, all of a large number's."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -6,7 +6,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,9 @@ Seconds = dict[str, float]
 
 LEAST, MOST = 5e-3, 4.0
 """On a CPU: seconds in which a fast call is repeated, and that all rounds of a slow one take."""
+
+COLD = 2**29
+"""More bytes than a cache has."""
 
 
 class InTurn:
@@ -83,27 +85,9 @@ def _summary(samples: list[float]) -> Seconds:
     return {"median": median, "low": low, "high": high}
 
 
-def last_level_cache(device: torch.device) -> int:
-    """The size in bytes that CUDA or Linux reports; else 64 MiB."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max(
-        (int(path.read_text().strip().removesuffix("K")) * 1024 for path in sizes),
-        default=64 * 2**20,
-    )
-
-
 @functools.cache
 def ceiling(device: torch.device) -> float:
-    """The best bandwidth in bytes a second: on a CPU of sums of 256 MiB (the fastest quarter), on
-    a GPU of copies of 1 GiB, a quarter of the free memory at most.
-    """
-    if device.type != "cuda":
-        buffers = [torch.ones(2**26) for _ in range(4)]
-        read = InTurn(torch.sum, buffers)
-        return buffers[0].nbytes / compare({"": read}, device)[""]["low"]
-    size = min(2**30, torch.cuda.mem_get_info(device)[0] // 8)
-    source = [torch.randint(-128, 127, (size,), dtype=torch.int8, device=device) for _ in range(2)]
-    copy = InTurn(torch.empty_like(source[0]).copy_, source)
-    return 2 * size / compare({"": copy}, device)[""]["median"]
+    """The best bandwidth in bytes a second: of sums of 128 MiB, the fastest quarter."""
+    buffers = [torch.ones(COLD // 16, device=device) for _ in range(4)]
+    read = InTurn(torch.sum, buffers)
+    return buffers[0].nbytes / compare({"": read}, device)[""]["low"]

@@ -25,7 +25,7 @@ from icl_patch.bench.cases.linear import (
 from icl_patch.bench.harness import reason, relative_error
 from icl_patch.bench.results import environment
 from icl_patch.bench.timing import InTurn, compare
-from icl_patch.kernels.compilation import aot, specialisations
+from icl_patch.kernels import compilation
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.runtime.config import (
     DTYPES,
@@ -44,13 +44,9 @@ LIMITS = (1728, 4096, 16384)
 """The largest N of the classes that have a configuration of their own; one more has no limit."""
 
 ROWS = {"gemv": (1, 2, 4, 8, 16), "gemm": (32, 64, 512)}
-"""Numbers of rows a path is measured at: one configuration serves them all, as it fixes the order
-of summation.
+"""Numbers of rows a path is measured at, every second in short: one configuration serves them all,
+as it fixes the order of summation.
 """
-
-# of a quick run; the shapes are one in each class of N
-QUICK_ROWS = {"gemv": (1, 8), "gemm": (32, 512)}
-QUICK_SHAPES = ("Gemma-3-1B down", "Llama-3-8B down", "Llama-3-8B up", "Gemma-3-27B up")
 
 FUSED = (1, 4, 8, 16, 32, 64)
 """How many coefficients a program may sum itself, to try once the blocks are chosen: the bits are
@@ -76,12 +72,6 @@ class TuningOptions:
     workers: int | None = None
 
     @property
-    def shapes(self) -> Shapes:
-        """(N, K) of the weights to measure."""
-        names = QUICK_SHAPES if self.quick else [name for name in SHAPES if CONV1D not in name]
-        return [SHAPES[name] for name in names]
-
-    @property
     def capability(self) -> int:
         """The GPU's compute capability, 10 · major + minor."""
         major, minor = torch.cuda.get_device_capability(self.device)
@@ -91,8 +81,8 @@ class TuningOptions:
 def write(
     options: TuningOptions, folder: Path | None, progress: Progress
 ) -> tuple[Path, tuple[TunedConfig, ...]]:
-    """Tune and write ``<gpu>.json``, whole, after every entry. Entries that are not tuned stay as
-    they are.
+    """Tune and write ``<gpu>.json``, whole, after every path of a dtype. The entries of others stay
+    as they are.
 
     Returns:
         The file and its entries.
@@ -105,51 +95,38 @@ def write(
     where = ", ".join(f"{name} {versions[name]}" for name in names)
     note = f"Measured on this GPU by icl-patch tune{' --quick' if options.quick else ''}: {where}."
     head: dict[str, object] = {"gpu": gpu, "capabilities": [options.capability], "note": note}
-    path = (folder or Path(str(files("icl_patch.kernels") / "configs"))) / f"{slug(gpu)}.json"
+    target = (folder or Path(str(files("icl_patch.kernels") / "configs"))) / f"{slug(gpu)}.json"
     entries = entries_for(gpu)
     # a kernel takes seconds and one core to compile
     pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"))
     with torch.cuda.device(options.device), pool:
-        chosen: list[TunedConfig] = []
-        for entry in choose(options, functools.partial(Measuring, options, pool, progress)):
-            chosen.append(entry)
-            entries = in_place_of(entries_for(gpu), chosen)
-            write_atomically(path, [dump(head, entries).encode()])
-    return path, entries
-
-
-def in_place_of(
-    known: Sequence[TunedConfig], chosen: Sequence[TunedConfig]
-) -> tuple[TunedConfig, ...]:
-    """The chosen entries, then the known ones for shapes, paths and dtypes that they leave out."""
-
-    def serves(new: TunedConfig, old: TunedConfig) -> bool:
-        same = (new.path, new.dtype) == (old.path, old.dtype)
-        return same and (new.max_n is None or (old.max_n is not None and old.max_n <= new.max_n))
-
-    return (*chosen, *(old for old in known if not any(serves(new, old) for new in chosen)))
+        for dtype in options.dtypes:
+            measuring = Measuring(options, pool, progress, dtype)
+            for path in PATHS:
+                key = (path, DTYPES[dtype])
+                others = [entry for entry in entries if (entry.path, entry.dtype) != key]
+                entries = (*choose(options, dtype, path, measuring), *others)
+                write_atomically(target, [dump(head, entries).encode()])
+    return target, entries
 
 
 def choose(
-    options: TuningOptions, measuring: "Callable[[torch.dtype], Measuring]"
+    options: TuningOptions, dtype: torch.dtype, path: str, measuring: "Measuring"
 ) -> Iterator[TunedConfig]:
-    """An entry for every dtype, path and class of N. Blocks come first; then, with them, splits of
-    K and dependent launches; then how many coefficients a program sums itself.
+    """An entry for every class of N. Blocks come first; then, with them, splits of K and dependent
+    launches; then how many coefficients a program sums itself.
     """
-    rows = QUICK_ROWS if options.quick else ROWS
-    for dtype in options.dtypes:
-        measure = measuring(dtype)
-        for path in PATHS:
-            cases = [(count, 1) for count in rows[path]]
-            for upper, shapes in classes(options.shapes):
-                of = functools.partial(TunedConfig, path, DTYPES[dtype], upper)
-                entry = best(of, candidates(dtype, path), shapes, cases, measure)
-                if path == GEMV:
-                    tried = with_launches(entry.config, upper, options.capability)
-                    entry = best(of, tried, shapes, cases, measure)
-                    tried = tuple(replace(entry.config, fused=fused) for fused in FUSED)
-                    entry = best(of, tried, shapes, FUSED_CASES, measure)
-                yield entry
+    cases = [(rows, 1) for rows in ROWS[path][:: 2 if options.quick else 1]]
+    for upper, shapes in classes([size for name, size in SHAPES.items() if CONV1D not in name]):
+        of = functools.partial(TunedConfig, path, DTYPES[dtype], upper)
+        some = shapes[: 1 if options.quick else None]
+        entry = best(of, candidates(dtype, path), some, cases, measuring)
+        if path == GEMV:
+            tried = with_launches(entry.config, upper, options.capability)
+            entry = best(of, tried, some, cases, measuring)
+            tried = tuple(replace(entry.config, fused=fused) for fused in FUSED)
+            entry = best(of, tried, some, FUSED_CASES, measuring)
+        yield entry
 
 
 def classes(shapes: Shapes) -> Iterator[tuple[int | None, list[tuple[int, int]]]]:
@@ -199,7 +176,7 @@ def with_launches(config: Config, upper: int | None, capability: int) -> tuple[C
     """The configuration with every number of splits to try for weights of up to ``upper`` outputs,
     each with and without programmatic dependent launch.
     """
-    narrow = upper is not None and upper <= specialisations.NARROW
+    narrow = upper is not None and upper <= compilation.NARROW
     tried = (
         replace(config, splits=splits, pdl=pdl).for_capability(capability)
         for splits in (SPLITS if narrow else (1,))
@@ -276,10 +253,10 @@ class Measuring:
         """The sum over rows and ranks, relative to ``F.linear``; None if one of them fails."""
         weights, total = self._weights(n, k), 0.0
         for rows, rank in cases:
-            operands = operands_of(weights[0], rows, rank)
             try:
-                check(operands, weights[0], config)
-                call = functools.partial(_launch, operands, config=config)
+                check(weights[0], rows, rank, config)
+                z, u, v, _ = operands_of(weights[0], rows, rank)
+                call = functools.partial(launch_linear, z, u=u, v=v, config=config)
                 seconds = self._time(call, weights)
             except Exception as error:  # wrong, or does not fit: another candidate will
                 self._progress(f"{config} at {rows} rows of ({n}, {k}): {reason(error):.120}")
@@ -289,7 +266,7 @@ class Measuring:
 
     def _plain_seconds(self, n: int, k: int, rows: int) -> float:
         weights = self._weights(n, k)
-        z = operands_of(weights[0], rows, 1).z
+        z, *_ = operands_of(weights[0], rows, 1)
         return self._time(lambda weight: F.linear(z, weight), weights)
 
     def _time(self, function: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
@@ -300,12 +277,12 @@ def compile_problem(
     job: tuple[int, Config, torch.dtype, tuple[int, int], int | None, int],
 ) -> str | None:
     """Compile a linear map (the capability, then the arguments of
-    :func:`icl_patch.kernels.compilation.specialisations.linear_launch`); why it fails, or None.
+    :func:`icl_patch.kernels.compilation.linear_launch`); why it fails, or None.
     """
     capability, config, dtype, size, rank, rows = job
     try:
-        launch = specialisations.linear_launch(config, dtype, size, rank, rows)
-        aot.compile_ahead(launch, capability)
+        launch = compilation.linear_launch(config, dtype, size, rank, rows)
+        compilation.compile_ahead(launch, capability)
     except Exception as error:  # the compiler's errors have no common class
         return reason(error)
     return None
@@ -315,56 +292,44 @@ def entry_problem(pool: Executor, entry: TunedConfig, capability: int) -> str | 
     """Why an entry cannot be in a data file for GPUs of a compute capability: one of its kernels
     spills or does not fit.
     """
-    variants = [variant for variant, _ in specialisations.entry_launches(entry, capability)]
+    variants = [variant for variant, _ in compilation.entry_launches(entry, capability)]
     jobs = ((entry, capability, variant) for variant in variants)
     return next((problem for problem in pool.map(_kernel_problem, jobs) if problem), None)
 
 
 def _kernel_problem(job: tuple[TunedConfig, int, str]) -> str | None:
     entry, capability, variant = job
-    launch = dict(specialisations.entry_launches(entry, capability))[variant]
-    problem = aot.resources(launch, capability).problem(capability)
+    launch = dict(compilation.entry_launches(entry, capability))[variant]
+    problem = compilation.resources(launch, capability).problem(capability)
     return problem and f"{variant} on sm_{capability} {problem}"
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """z (M, K), u (M, R, N), v (M, R, K), and the output of the patched linear map, (M, N) fp64."""
-
-    z: Tensor
-    u: Tensor
-    v: Tensor
-    expected: Tensor
-
-
 @functools.lru_cache(maxsize=256)
-def operands_of(weight: Tensor, rows: int, rank: int) -> Operands:
-    """Random operands for a weight, the same every time."""
+def operands_of(weight: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """z (M, K), u (M, R, N) and v (M, R, K) for a weight, random and the same every time, and the
+    output of the patched linear map, (M, N) fp64.
+    """
     n, k = weight.shape
-    z, u, v = random_operands((n, k), rows, rank, weight.dtype, weight.device)
-    return Operands(z, u, v, expected_output(weight, z, u, v))
+    operands = random_operands((n, k), rows, rank, weight.dtype, weight.device)
+    return *operands, expected_output(weight, *operands)
 
 
-def _launch(
-    operands: Operands, weight: Tensor, config: Config, rows: slice = slice(None)
-) -> Tensor:
-    return launch_linear(
-        operands.z[rows], weight, operands.u[rows], operands.v[rows], config=config
-    )
-
-
-def check(operands: Operands, weight: Tensor, config: Config) -> None:
+def check(weight: Tensor, rows: int, rank: int, config: Config) -> None:
     """Check a configuration's result.
 
     Raises:
         AssertionError: it is off, differs in a second call, or its last row differs from that row
             computed alone.
     """
-    output = _launch(operands, weight, config)
-    relative_error(output, operands.expected, product_error_limit(weight.dtype, weight.shape[1]))
-    if not torch.equal(output, _launch(operands, weight, config)):
+    *operands, expected = operands_of(weight, rows, rank)
+
+    def run(some: slice) -> Tensor:
+        z, u, v = (x[some] for x in operands)
+        return launch_linear(z, weight, u, v, config=config)
+
+    output = run(slice(None))
+    relative_error(output, expected, product_error_limit(weight.dtype, weight.shape[1]))
+    if not torch.equal(output, run(slice(None))):
         raise AssertionError("expected the same bits twice, got others")
-    if not torch.equal(
-        output[-1:], _launch(operands, weight, config, slice(len(output) - 1, None))
-    ):
+    if not torch.equal(output[-1:], run(slice(rows - 1, None))):
         raise AssertionError("expected the bits of the last row alone, got others beside the rest")

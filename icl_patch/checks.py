@@ -52,6 +52,27 @@ def is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
+def is_traced() -> bool:
+    """Whether this call is traced into a graph, which later runs on other numbers."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` transforms this call."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def check_range(name: str, indices: Tensor, least: int, count: int) -> None:
+    """Indices from ``least`` to ``count - 1``: checked only if the host can read the values without
+    waiting for a device.
+    """
+    if not indices.is_cpu or not indices.numel() or is_traced() or is_transformed():
+        return
+    lowest, highest = int(indices.min()), int(indices.max())
+    if lowest < least or highest >= count:
+        raise ValueError(f"expected {name} from {least} to {count - 1}, got {lowest} to {highest}")
+
+
 def check_operands(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
@@ -87,7 +108,7 @@ def check_patched_linear(
     out_dtype: torch.dtype | None,
     path: str | None,
 ) -> None:
-    """The arguments of :func:`icl_patch.ops.patched_linear`, without the range of the index."""
+    """The arguments of :func:`icl_patch.ops.patched_linear`."""
     check_linear(z, weight, bias, out_dtype)
     if path not in (None, "gemv", "gemm"):
         raise ValueError(f"expected path 'gemv' or 'gemm', got {path!r}")
@@ -128,6 +149,7 @@ def check_factors(
             )
         if index.device != z.device:
             raise ValueError(f"expected index on {z.device}, got {index.device}")
+        check_range("index", index, -1, u.shape[0])
 
 
 def check_record_linear(z_pair: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -146,7 +168,7 @@ def check_add_low_rank(
     index: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> None:
-    """The arguments of :func:`icl_patch.ops.add_low_rank`, without the range of the index."""
+    """The arguments of :func:`icl_patch.ops.add_low_rank`."""
     check_matrix("y", y)
     check_matrix("z", z)
     if y.shape[0] != z.shape[0]:
@@ -162,7 +184,7 @@ def check_add_low_rank(
 def check_expert_linear(
     x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
-    """The arguments of :func:`icl_patch.ops.expert_linear`, without the range of the experts."""
+    """The arguments of :func:`icl_patch.ops.expert_linear`."""
     if expert.dim() != 2 or not is_integer(expert):
         raise ValueError(
             f"expected expert (M, k) of integers, got {tuple(expert.shape)} {expert.dtype}"
@@ -179,6 +201,7 @@ def check_expert_linear(
     check_operands("x", x, weight, bias, out_dtype)
     if expert.device != x.device:
         raise ValueError(f"expected expert on {x.device}, got {expert.device}")
+    check_range("expert", expert, 0, len(weight))
 
 
 def check_rms_norm(

@@ -364,13 +364,8 @@ class ContextPatcher:
         attention_mask: Tensor | None = None,
         max_new_tokens: int | None = None,
         streamer: BaseStreamer | None = None,
-        logits: str = "reduced",
         mode: str = "auto",
         compile: bool | str = False,
-        patches: bool = True,
-        check_every: int = 0,
-        prefill_chunk: int | None = None,
-        arithmetic: str | None = None,
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
         """Generate with weights that are patched anew for every token, which then runs alone.
@@ -388,9 +383,6 @@ class ContextPatcher:
             max_new_tokens: the maximum number of steps; by default that of the generation
                 configuration, else 64, or less if the model has fewer positions left.
             streamer: gets the prompt now, and each token when it is chosen.
-            logits: the logits from which tokens are chosen: ``"reduced"``, of the reduced stream;
-                ``"context"``, of the context stream; ``"replay"``, of a replay of every step's
-                patch, without context.
             mode: how a step runs the rows with the context and the rows without it:
                 ``"two_pass"``: the unmodified model, then the current token alone. It serves every
                 update, and models with forward hooks and a few others need it. Exact steps are
@@ -413,13 +405,6 @@ class ContextPatcher:
                 modes of one pass, so not for models with forward hooks. A compiled exact step has
                 the bits of its replay; its attention runs over a static cache, so its logits are
                 those of the eager step up to rounding.
-            patches: whether the steps keep the factors of their patches.
-            check_every: replay every N-th step without context and report the difference as
-                ``step.check``. Exact steps are replayed unasked, with 0: the first one, and then as
-                many as take at most 2 % of the time.
-            prefill_chunk: the number of context tokens per pass; all at once by default.
-            arithmetic: deprecated. ``"model"`` asks for ``mode="two_pass"``, ``"batch_invariant"``
-                for ``mode="shared_cache"``.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
                 further inputs of the model …
@@ -427,7 +412,8 @@ class ContextPatcher:
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
             token. It may be abandoned at any time. Between two steps it holds no lock, and other
-            threads may use the patcher.
+            threads may use the patcher. Exact steps are replayed: the first one, and then as many
+            as take at most 2 % of the time.
 
         Raises:
             UnsupportedModelError: ``mode`` or ``compile`` does not cover this model, or its forward
@@ -436,8 +422,7 @@ class ContextPatcher:
                 than the model has positions for.
         """
         self.attached_model.attachment.check_outside()
-        mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
-        options = loop.Options(logits, mode, compile, patches, check_every, prefill_chunk)
+        options = loop.Options(mode, compile)
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(
@@ -497,11 +482,8 @@ class ContextPatcher:
         self,
         *,
         streamer: BaseStreamer | None = None,
-        logits: str = "reduced",
         mode: str = "auto",
         compile: bool | str = False,
-        prefill_chunk: int | None = None,
-        arithmetic: str | None = None,
     ) -> Callable[..., Any]:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
         custom_generate=this)``.
@@ -510,6 +492,4 @@ class ContextPatcher:
         to a decoding method, so it is an argument here; the other arguments are as for
         :meth:`generate`.
         """
-        mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
-        options = loop.Options(logits, mode, compile, False, 0, prefill_chunk)
-        return loop.decoding_method(self.plans, streamer, options)
+        return loop.decoding_method(self.plans, streamer, loop.Options(mode, compile))

@@ -35,8 +35,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -61,40 +61,22 @@ SIZES = {
 }
 WARM_UP = 5  # steps; a compiled step is made at the first two
 LEVEL = 0.95
+UPDATES = {"exact": "exact", "two_pass": "exact"}  # of the other modes: stable
 Seconds = dict[str, float]  # of a step, by mode
+Pair = dict[str, Seconds]  # by OLD and NEW
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A median, and an interval that encloses the true one with probability ``level``."""
-
-    median: float
-    low: float
-    high: float
-    level: float
-
-
-def median_interval(ratios: list[float]) -> Interval:
-    """The median of some ratios with its interval of order statistics, see above.
-
-    Raises:
-        ValueError: there are no ratios.
+def median_interval(ratios: list[float]) -> tuple[float, float, float, float]:
+    """The median of some ratios, the ends of its interval of order statistics, and the probability
+    that it encloses the true median, see above.
     """
-    if not ratios:
-        raise ValueError("expected at least one ratio, got none")
     ordered, count = sorted(ratios), len(ratios)
 
     def level(k: int) -> float:
         return 1 - 2 * sum(math.comb(count, below) for below in range(k)) / 2**count
 
     k = max((k for k in range(1, (count + 1) // 2 + 1) if level(k) >= LEVEL), default=1)
-    return Interval(statistics.median(ordered), ordered[k - 1], ordered[-k], max(0.0, level(k)))
-
-
-def schedule(pairs: int) -> Iterator[tuple[str, str]]:
-    """The order of the runs in each pair: OLD, NEW; NEW, OLD; OLD, NEW; ..."""
-    for number in range(pairs):
-        yield ("OLD", "NEW") if number % 2 == 0 else ("NEW", "OLD")
+    return statistics.median(ordered), ordered[k - 1], ordered[-k], max(0.0, level(k))
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -131,45 +113,44 @@ def check_out(commit: str) -> Path:
     return folder
 
 
-def measure(folder: Path, arguments: list[str]) -> Seconds:
+def measure(folder: Path, settings: dict[str, Any]) -> Seconds:
     """The seconds of a step in each mode, in a fresh process with the package of a worktree.
 
     Raises:
         ValueError: it fails, or it has not run that package.
     """
-    found = json.loads(
-        run([str(folder / "build" / "python"), str(TIMER), "--time", *arguments], folder)
-    )
+    command = [str(folder / "build" / "python"), str(TIMER), "--time", json.dumps(settings)]
+    found = json.loads(run(command, folder))
     if not Path(found["package"]).is_relative_to(folder):
         raise ValueError(f"expected the package of {folder}, got {found['package']}")
     return found["seconds"]
 
 
-def compare(folders: dict[str, Path], pairs: int, arguments: list[str]) -> list[dict[str, Seconds]]:
-    """The seconds of each pair, by OLD and NEW."""
-    console = Console(stderr=True)
+def compare(folders: dict[str, Path], pairs: int, settings: dict[str, Any]) -> list[Pair]:
+    """The seconds of each pair, by OLD and NEW: OLD, NEW; NEW, OLD; OLD, NEW; ..."""
     found = []
-    for order in track(list(schedule(pairs)), "pairs", console=console, transient=True):
-        found.append({side: measure(folders[side], arguments) for side in order})
+    for number in track(range(pairs), "pairs", console=Console(stderr=True), transient=True):
+        order = ("OLD", "NEW") if number % 2 == 0 else ("NEW", "OLD")
+        found.append({side: measure(folders[side], settings) for side in order})
     return found
 
 
-def report(found: list[dict[str, Seconds]], limit: float) -> tuple[Table, bool]:
+def report(found: list[Pair], limit: float) -> tuple[Table, bool]:
     """The table, and whether no mode is slower than the limit allows."""
     table = Table("step", "OLD ms", "NEW ms", "NEW/OLD", "interval", "level", "")
     good = True
     for mode in found[0]["OLD"]:
-        ratio = median_interval([pair["NEW"][mode] / pair["OLD"][mode] for pair in found])
-        slower = ratio.low > limit
-        good = good and not slower
+        ratios = [pair["NEW"][mode] / pair["OLD"][mode] for pair in found]
+        median, low, high, level = median_interval(ratios)
+        good = good and low <= limit
         times = (statistics.median(pair[side][mode] for pair in found) for side in ("OLD", "NEW"))
         table.add_row(
             mode,
             *(f"{1e3 * seconds:.3f}" for seconds in times),
-            f"{ratio.median:.3f}",
-            f"{ratio.low:.3f} – {ratio.high:.3f}",
-            f"{100 * ratio.level:.1f} %",
-            f"slower than {limit:g}" if slower else "",
+            f"{median:.3f}",
+            f"{low:.3f} – {high:.3f}",
+            f"{100 * level:.1f} %",
+            f"slower than {limit:g}" if low > limit else "",
         )
     return table, good
 
@@ -205,11 +186,6 @@ def plain_steps(model: PreTrainedModel, ids: Tensor) -> Iterator[object]:
         yield token
 
 
-def attach(model: PreTrainedModel, mode: str) -> ContextPatcher:
-    """A patcher with the update of a mode."""
-    return ContextPatcher(model, "exact" if mode in ("exact", "two_pass") else "stable")
-
-
 def patched_steps(patcher: ContextPatcher, mode: str, ids: Tensor, count: int) -> Iterator[object]:
     """Decode steps of the package: generated tokens, or one token replayed again and again."""
     if mode != "replay":
@@ -237,78 +213,51 @@ def step_seconds(steps: Iterator[object], count: int) -> float:
 
 
 @torch.no_grad()
-def time_modes(size: str, modes: list[str], shape: tuple[int, int], steps: int) -> dict[str, float]:
-    """The seconds of a step in each mode, after a context of ``shape`` (rows, tokens)."""
+def time_modes(
+    size: str, modes: list[str], rows: int, context: int, steps: int, threads: int
+) -> Seconds:
+    """The seconds of a step in each mode, after a context of so many rows and tokens."""
+    torch.set_num_threads(threads)
     model = build_model(size)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, SIZES[size][-1], shape, generator=generator)
+    ids = torch.randint(3, SIZES[size][-1], (rows, context), generator=generator)
     found = {}
     for mode in modes:
         if mode == "plain":
             found[mode] = step_seconds(plain_steps(model, ids), steps)
             continue
-        with attach(model, mode) as patcher:
+        with ContextPatcher(model, UPDATES.get(mode, "stable")) as patcher:
             found[mode] = step_seconds(patched_steps(patcher, mode, ids, WARM_UP + steps), steps)
     return found
-
-
-def time_steps(arguments: list[str]) -> None:
-    """Print one JSON object: the package that was timed, and the seconds by mode."""
-    made = argparse.ArgumentParser()
-    made.add_argument("--modes", nargs="+")
-    made.add_argument("--size")
-    for name in ("rows", "context", "steps", "threads"):
-        made.add_argument(f"--{name}", type=int)
-    options = made.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    seconds = time_modes(
-        options.size, options.modes, (options.rows, options.context), options.steps
-    )
-    print(json.dumps({"package": icl_patch.__file__, "seconds": seconds}))
-
-
-def positive(text: str) -> int:
-    """A number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number ≥ 1, got {text}")
-    return number
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = argparse.ArgumentParser(description="Compare the decode steps of two commits.")
-    made.add_argument("old", metavar="OLD", help="commit, branch or tag to compare with")
-    made.add_argument("new", metavar="NEW", help="commit, branch or tag that must not be slower")
-    made.add_argument("--limit", type=float, default=1.03, help="the most NEW/OLD (default 1.03)")
-    made.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
-    made.add_argument("--size", choices=SIZES, default="small", help="of the model (default small)")
-    numbers = {
-        "pairs": (7, "pairs of runs"),
-        "rows": (1, "rows of the batch"),
-        "context": (256, "tokens of the context"),
-        "steps": (40, "timed steps of a mode in a run"),
-        "threads": (1, "threads of the CPU"),
-    }
-    for name, (default, meaning) in numbers.items():
-        text = f"{meaning} (default {default})"
-        made.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=text)
-    return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare two commits; returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["--time"]:
-        time_steps(given[1:])
+        seconds = time_modes(**json.loads(given[1]))
+        print(json.dumps({"package": icl_patch.__file__, "seconds": seconds}))
         return 0
-    options = parser().parse_args(given)
-    timed = ["--modes", *options.modes]
-    for name in ("size", "rows", "context", "steps", "threads"):
-        timed += [f"--{name}", str(getattr(options, name))]
+    parser = argparse.ArgumentParser(
+        description="Compare the decode steps of two commits.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("old", help="commit, branch or tag to compare with")
+    parser.add_argument("new", help="commit, branch or tag that must not be slower")
+    parser.add_argument("--limit", type=float, default=1.03, help="the most NEW/OLD")
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of runs")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of a step")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the model")
+    parser.add_argument("--rows", type=int, default=1, help="of the batch")
+    parser.add_argument("--context", type=int, default=256, help="tokens of the context")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of a mode in a run")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    settings = vars(parser.parse_args(given))
+    commits = {"OLD": settings.pop("old"), "NEW": settings.pop("new")}
+    pairs, limit = settings.pop("pairs"), settings.pop("limit")
     try:
-        folders = {"OLD": check_out(options.old), "NEW": check_out(options.new)}
-        table, good = report(compare(folders, options.pairs, timed), options.limit)
+        folders = {side: check_out(commit) for side, commit in commits.items()}
+        table, good = report(compare(folders, pairs, settings), limit)
     except ValueError as error:
         print(f"bench_compare: {error}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -30,6 +31,7 @@ KERNEL = re.compile(
     re.S,
 )
 CAPABILITIES = (80, 90, 100)
+Row = tuple[str, str, list[str], str]  # kernel, architecture, bytes and registers, its problem
 SOURCE = Path(__file__).parent.parent / "csrc" / "cuda" / "rmsnorm_inverse.cu"
 
 
@@ -40,20 +42,6 @@ def demangled(name: str) -> str:
         r"void |\(anonymous namespace\)::|icl_patch::|cuda::|\([^()]*\)$|\((?:int|bool)\)",
         "",
         full.strip(),
-    )
-
-
-def empty_table(title: str) -> Table:
-    """The columns that both kinds share."""
-    return Table(
-        "kernel",
-        "for",
-        "spill stores",
-        "spill loads",
-        "stack",
-        "shared",
-        "registers",
-        title=f"{title} (bytes)",
     )
 
 
@@ -68,74 +56,63 @@ def later_report() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def cuda_kernels(console: Console) -> list[str]:
-    """Their table, and a line for each kernel with a problem."""
+def cuda_kernels() -> Iterator[Row]:
+    """Of the library's build, and for sm_100."""
     if not LOG.exists():
-        console.print(
-            "no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so"
-        )
-        return []
+        print("no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so")
+        return
     report = LOG.read_text(encoding="utf-8") + later_report()
     kernels = [match.groupdict("0") for match in KERNEL.finditer(report)]
     if not kernels:
-        return [f"expected the compiler's report in {LOG}, found no kernel there"]
-    table = empty_table("CUDA")
+        sys.exit(f"expected the compiler's report in {LOG}, found no kernel there")
     for kernel in kernels:
         numbers = [kernel[key] for key in ("stores", "loads", "stack", "shared", "registers")]
-        table.add_row(demangled(kernel["name"]), kernel["architecture"], *numbers)
-    console.print(table)
-    spilling = [kernel for kernel in kernels if kernel["stores"] != "0" or kernel["loads"] != "0"]
-    return [
-        f"{demangled(kernel['name'])} for {kernel['architecture']} spills registers"
-        for kernel in spilling
-    ]
+        problem = "" if numbers[:2] == ["0", "0"] else "spills registers"
+        yield demangled(kernel["name"]), kernel["architecture"], numbers, problem
 
 
 @functools.cache
 def launches(capability: int) -> list[tuple[str, Any]]:
     """The Triton kernels' launches by name, in every configuration."""
-    from icl_patch.kernels.compilation import specialisations
+    from icl_patch.kernels import compilation
 
-    return list(specialisations.launches(capability))
+    return list(compilation.launches(capability))
 
 
-def compiled(job: tuple[int, int]) -> tuple[str, str | None, list[str]]:
-    """The name of a launch, its problem and its row in the table, by capability and number."""
-    from icl_patch.kernels.compilation import aot
+def compiled(job: tuple[int, int]) -> Row:
+    """A launch, by capability and number."""
+    from icl_patch.kernels import compilation
 
     capability, number = job
     name, launch = launches(capability)[number]
-    found = aot.resources(launch, capability)
+    found = compilation.resources(launch, capability)
     numbers = (found.spill_stores, found.spill_loads, found.stack, found.shared, found.registers)
-    row = [name, f"sm_{capability}", *map(str, numbers)]
-    return f"{name} for sm_{capability}", found.problem(capability), row
+    return name, f"sm_{capability}", [*map(str, numbers)], found.problem(capability) or ""
 
 
-def triton_kernels(console: Console) -> list[str]:
-    """The same for the Triton kernels, compiled by as many processes as there are processors."""
+def triton_kernels() -> Iterator[Row]:
+    """Compiled by as many processes as there are processors."""
     if find_spec("triton") is None:
-        console.print("no Triton kernels were compiled here: triton is not installed")
-        return []
-    table = empty_table("Triton")
-    problems = []
+        print("no Triton kernels were compiled here: triton is not installed")
+        return
     jobs = [
         (capability, number)
         for capability in CAPABILITIES
         for number in range(len(launches(capability)))
     ]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for name, problem, row in pool.map(compiled, jobs):
-            table.add_row(*row)
-            if problem:
-                problems.append(f"{name} {problem}")
-    console.print(table)
-    return problems
+        yield from pool.map(compiled, jobs)
 
 
 def main() -> int:
-    """The tables, on stdout."""
-    console = Console(width=140)
-    problems = cuda_kernels(console) + triton_kernels(console)
+    """The table, on stdout; on stderr the problems."""
+    columns = ("kernel", "for", "spill stores", "spill loads", "stack", "shared", "registers")
+    table, problems = Table(*columns, title="bytes"), []
+    for name, architecture, numbers, problem in (*cuda_kernels(), *triton_kernels()):
+        table.add_row(name, architecture, *numbers)
+        if problem:
+            problems.append(f"{name} for {architecture} {problem}")
+    Console(width=140).print(table)
     for problem in problems:
         print(problem, file=sys.stderr)
     return int(bool(problems))

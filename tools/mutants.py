@@ -31,15 +31,15 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "mutants"
@@ -81,43 +81,24 @@ class Fault:
         return text[: self.offset] + self.new + text[end:]
 
 
-def _is_idle(part: ast.stmt, owner: ast.AST) -> bool:
-    is_text = isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
-    is_hint = isinstance(part, ast.AnnAssign) and part.value is None
-    has_fields = isinstance(owner, ast.ClassDef) and (owner.decorator_list or owner.bases)
-    return is_text or isinstance(part, ast.Pass) or (is_hint and not has_fields)
+# Their text, hints and names are for readers, or stop the program at once.
+UNSEEN = (ast.Raise, ast.Import, ast.ImportFrom, ast.AnnAssign, ast.Pass)
 
 
-class _Meaning(ast.NodeTransformer):
-    """Leaves out the parts that no test should depend on: docstrings, type hints, the text of
-    errors.
-    """
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Without strings that stand alone, ``pass``, and the type hints of ``node``."""
+def code_lines(path: str, text: str) -> set[int]:
+    """The lines that hold statements which a test can notice."""
+    if not path.endswith(".py"):
+        return set(range(1, text.count("\n") + 2))
+    seen, unseen = set[int](), set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
         body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [part for part in body if not _is_idle(part, node)]  # type: ignore[attr-defined]
-        for name in ("annotation", "returns"):
-            if getattr(node, name, None) is not None:
-                setattr(node, name, ast.Constant(None))
-        return super().generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        """With keywords in one order, without those for readers and for mistakes in this code."""
-        unseen = ("help", "metavar", "strict")
-        node.keywords = [keyword for keyword in node.keywords if keyword.arg not in unseen]
-        node.keywords.sort(key=lambda keyword: keyword.arg or "")
-        return self.generic_visit(node)
-
-    def visit_Raise(self, node: ast.Raise) -> ast.Raise:
-        """Without the strings in it."""
-        for part in ast.walk(node):
-            if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                part.value = ""
-            elif isinstance(part, ast.JoinedStr):
-                part.values = []
-        return node
+        last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        into = unseen if is_text or isinstance(node, UNSEEN) else seen
+        into.update(range(node.lineno, last + 1))
+    return seen - unseen
 
 
 def meaning(path: str, text: str) -> str | None:
@@ -127,7 +108,7 @@ def meaning(path: str, text: str) -> str | None:
         return code if code.count("{") == code.count("}") else None
     try:
         compile(text, path, "exec", dont_inherit=True)
-        return ast.dump(_Meaning().visit(ast.parse(text)))
+        return ast.dump(ast.parse(text))
     except (SyntaxError, ValueError):
         return None
 
@@ -148,11 +129,14 @@ def named_faults(entries: list[dict[str, str]]) -> Iterator[Fault]:
 
 def plausible(old: str, new: str) -> bool:
     """Whether a changed line is more than a way to stop the program at once: no imported or defined
-    name is gone, no word is cut in two, no ``break`` stands outside a loop.
+    name is gone, no word is cut in two, no ``break`` stands outside a loop. And whether it changes
+    more than arguments for readers, or for mistakes in this code.
     """
+    seen, now = (re.sub(r"\b(help|metavar|strict)=.*", "", text) for text in (old, new))
     words = set(re.findall(r"[^\W\d]\w*", new)) - set(re.findall(r"[^\W\d]\w*", old))
     return (
-        words <= {"and", "or", "not", "if", "True", "False", "None", "pass"}
+        seen != now
+        and words <= {"and", "or", "not", "if", "True", "False", "None", "pass"}
         and "\n" not in new.rstrip("\n")
         and not re.match(r"\s*(from|import|def|class|@|#|struct|namespace|template)", old)
     )
@@ -167,9 +151,10 @@ def sampled_faults(language: str, count: int, seed: int) -> Iterator[Fault]:
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in files}
     places = []
     for path, text in texts.items():
-        offset = 0
+        offset, lines = 0, code_lines(path, text)
         for number, line in enumerate(text.splitlines(keepends=True), 1):
-            places.append((f"{seed} {path} {line}", path, number, offset, line))
+            if number in lines:
+                places.append((f"{seed} {path} {line}", path, number, offset, line))
             offset += len(line)
     # by a hash of the line itself: changes elsewhere leave the sample as it is
     places.sort(key=lambda place: hashlib.sha256(place[0].encode()).digest())
@@ -194,31 +179,17 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self.folder, self.site = folder, folder / "site"
         shutil.rmtree(folder, ignore_errors=True)
-        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        for name in filter(None, names.split("\0")):
-            if (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
+        made = ("build", "dist", ".*", "__pycache__", "*.egg-info", "_native.so")
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*made))
         (folder / "build").mkdir()
         for name in ("peft", "torchao"):  # the tests look for them there
             (folder / "build" / name).symlink_to(ROOT / "build" / name)
         for source, place in PLACES.items():
             shutil.copytree(folder / source, self.site / place)
         self.library = self.site / "icl_patch" / "ops" / "_native.so"
-        built = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                "from icl_patch.ops import native; print(native.__file__)",
-            ],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        self.built = Path(built).with_name("_native.so")
-        for metadata in self.built.parents[2].glob("icl_patch-*"):  # entry points of commands
+        package = Path(find_spec("icl_patch").origin).parent
+        self.built = package / "ops" / "_native.so"
+        for metadata in package.parent.glob("icl_patch-*"):  # entry points of commands
             shutil.copytree(metadata, self.site / metadata.name)
         self._restore_library()
 
@@ -320,25 +291,21 @@ class Run:
 
 
 def report(faults: list[Fault], run: Run) -> int:
-    """Print the table of survivors and the counts; returns the exit status."""
+    """Print the survivors and the counts; returns the exit status."""
     reasons = {
         (entry["path"], entry["old"].strip(), entry["new"].strip()): entry["why"]
-        for entry in run.settings.get("explained", [])
+        for entry in run.settings["explained"]
     }
-    table = Table("fault", "was", "is", "why it may survive", title="Survivors")
-    counts: dict[str, int] = {}
-    unexplained = 0
+    counts, unexplained = Counter[str](), 0
     for fault in faults:
         outcome = run.results.get(fault.key, {"outcome": "not run yet"})["outcome"]
-        counts[outcome] = counts.get(outcome, 0) + 1
+        counts[outcome] += 1
         if outcome == "survived":
-            why = reasons.get((fault.path, fault.old.strip(), fault.new.strip()), "")
-            unexplained += not why
-            table.add_row(f"{fault.path}:{fault.line}", fault.old.strip(), fault.new.strip(), why)
-    console = Console(width=160)
-    if table.row_count:
-        console.print(table)
-    console.print(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
+            old, new = fault.old.strip(), fault.new.strip()
+            why = reasons.get((fault.path, old, new))
+            unexplained += why is None
+            print(f"{fault.path}:{fault.line} survived: {why}\n  - {old}\n  + {new}")
+    print(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
     return int(unexplained > 0 or FALSE_KILL in counts)
 
 
@@ -346,19 +313,12 @@ def main() -> int:
     """Run the faults that have no result yet; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30, help="start no fault after so many")
-    parser.add_argument("--named", action="store_true", help="the named faults alone")
     parser.add_argument("--fresh", action="store_true", help="forget the results so far")
-    parser.add_argument("--list", action="store_true", help="print the faults and run none")
     options = parser.parse_args()
     settings = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text())
     faults = list(named_faults(settings["named"]))
-    if not options.named:
-        for language, count in settings["sample"].items():
-            faults += sampled_faults(language, count, settings["seed"])
-    if options.list:
-        for fault in faults:
-            print(f"{fault.path}:{fault.line}\n  - {fault.old.strip()}\n  + {fault.new.strip()}")
-        return 0
+    for language, count in settings["sample"].items():
+        faults += sampled_faults(language, count, settings["seed"])
     WORK.mkdir(parents=True, exist_ok=True)
     if options.fresh:
         (WORK / "results.jsonl").unlink(missing_ok=True)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from icl_patch.bench.results import load_all
-from icl_patch.bench.summary import summary_markdown
 from icl_patch.evaluation.report import format_value, percent, support_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +23,6 @@ RESULTS = ROOT / "bench" / "results"
 UPDATES = {
     "exact": "`exact`",
     "stable": "`stable`, `direct`",
-    "stable, first token kept": "`stable`, the first token kept",
 }
 """Rows of the table of fidelity; the closed forms are one where blocks end in a matrix."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
@@ -38,6 +36,9 @@ STEPS = {
     "the changed weights built as matrices": "W + ΔW built, with a cache",
 }
 """Rows of the table of speed, and the benchmark's names for them."""
+PLAIN_STEP = "plain step"
+STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams")
+"""The two layouts of a stable step; a case's first is the one that it takes by itself."""
 TIMED_MODELS = ("SmolLM2-135M-Instruct", "0.22B")
 
 
@@ -56,11 +57,11 @@ def memory() -> str:
         ratios = [f"{size / row['cache_bytes']:.0f}" for size in (exact, stable)]
         rows.append([row["model"], *cells, *ratios])
     columns = [
-        "bf16 model",
+        "model in bf16",
         "cache of one context token",
         "weight change of one token (`exact`)",
         "as much as the cache of … tokens (`exact`)",
-        "(`stable`)",
+        "as much as the cache of … tokens (`stable`)",
     ]
     return _table(columns, rows)
 
@@ -93,7 +94,7 @@ def chat() -> str:
         for answer in _demo()["answers"]
         if answer["kind"] == "chat"
     ]
-    columns = ["system message", "question", "with it", "without", "without it, but patched"]
+    columns = ["system message", "question", "with it", "without it", "patched, without it"]
     return _table(columns, rows)
 
 
@@ -109,7 +110,7 @@ def speed() -> str:
                 for row in results["rows"]
                 if row["case"] == f"{model} float32 {case} context=256" and "seconds" in row
             }
-            found.append({name: value / seconds["plain step"] for name, value in seconds.items()})
+            found.append({name: value / seconds[PLAIN_STEP] for name, value in seconds.items()})
             where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
             short = model.removesuffix("-Instruct")
             columns.append(f"{where.replace('AMD ', '')}, {short}, batch {case[2:]}")
@@ -119,6 +120,51 @@ def speed() -> str:
     ]
     rows.insert(5, ["the model's own step, without a patch", *["1×"] * len(found)])
     return _table(columns, rows)
+
+
+def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
+    """The medians of a pretrained model's cases on the newest CPU, by case and call."""
+    found: dict[str, dict[str, float]] = {}
+    for results in load_all(RESULTS, benchmark):
+        for row in results["rows"]:
+            if row["case"].startswith(TIMED_MODELS[0]) and "seconds" in row:
+                found.setdefault(row["case"], {})[row["call"]] = row["seconds"]["median"]
+    return found
+
+
+def steps() -> str:
+    """Decode steps of a pretrained model by dtype, context and batch, the model's own being 1."""
+    ours = [name for name in STEPS if "two_pass" not in name][:4]
+    rows = []
+    for case, seconds in _seconds("generation").items():
+        _, dtype, batch, context = case.split()
+        # the layout that the dtype takes by itself comes first
+        stable = next(call for call in seconds if call in STABLE)
+        calls = [stable if STEPS[name] in STABLE else STEPS[name] for name in ours]
+        cells = [f"{seconds[call] / seconds[PLAIN_STEP]:.2f}×" for call in calls]
+        own = f"{1e3 * seconds[PLAIN_STEP]:.0f} ms"
+        length = int(context.partition("=")[2])
+        rows.append((dtype != "float32", length, int(batch[2:]), [DTYPES[dtype], own, *cells]))
+    table = [
+        [cells[0], f"{length:,}", str(batch), *cells[1:]]
+        for _, length, batch, cells in sorted(rows)
+    ]
+    return _table(["dtype", "context", "batch", "the model's own step", *ours], table)
+
+
+def whole_answers() -> str:
+    """A whole answer of a pretrained model, ``model.generate`` being 1."""
+    by_dtype = {DTYPES[case.split()[1]]: found for case, found in _seconds("answer").items()}
+    names = next(iter(by_dtype.values()))
+    rows = []
+    for name in names:
+        cells = [
+            f"{found[name]:.2f} s ({found[name] / found['model.generate']:.2f}×)"
+            for found in by_dtype.values()
+        ]
+        rows.append([f"`{name}`" if "," not in name else f"`generate`,{name.partition(',')[2]}"])
+        rows[-1] += cells
+    return _table(["call", *by_dtype], rows)
 
 
 def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[str], float]]]]:
@@ -161,13 +207,13 @@ def hundred() -> str:
             sizes, patches = run["records"][0]["bytes"], run["records"][0]["patches"]
             rate = 100 * patches / seconds("all")
             of_row = {name: size / patches for name, size in sizes.items()}
-            cells = [f"`{run['update']}`", f"{rate:.0f} rows"]
+            cells = [f"`{run['update']}`", f"{rate:.0f}"]
             cells += [f"{of_row['shards'] / 1e6:.1f} MB", f"{rate * of_row['shards'] / 1e6:.0f} MB"]
             cells += [f"{rate * of_row['index'] / 1e6:.2f} MB"]
             cells += [f"{100 * rate * of_row['rows'] / 1e6:.1f} MB", "0"]
             rows.append([*cells, f"{100 * record['weights_bytes'] / 1e9:.0f} GB"])
-    columns = ["update", "in a second", "factors of a row", "factors written", "index written"]
-    columns += ["data set read", "between processes", "weights read at the start"]
+    columns = ["update", "rows/s", "factors of a row", "factors written/s", "index written/s"]
+    columns += ["data set read/s", "between processes/s", "weights read at the start"]
     return _table(columns, rows)
 
 
@@ -210,9 +256,10 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "docs/scale.md": {"extraction": extraction, "hundred": hundred, "splits": splits},
     "docs/performance.md": {
         "speed": speed,
+        "steps": steps,
+        "answers": whole_answers,
         "memory": memory,
     },
-    "docs/kernels.md": {"benchmarks": lambda: summary_markdown(RESULTS)},
 }
 
 

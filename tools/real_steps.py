@@ -11,35 +11,32 @@ without its context. Part of the patches are saved, and replayed from the file b
 The references are runs of another copy of the model, which no patcher has touched. A short plan is
 then repeated with environment variables that make torch's libraries choose other kernels.
 
-Every dtype, plan and environment runs in a process of its own; ``--jobs`` of them at a time. Their
-counts are kept in ``build/real``, and a second call goes on with the rest. The exit status is 0 if
-every bit is the same.
+Every dtype, plan and environment runs in a process of its own. Their counts are kept in
+``build/real``, and a second call goes on with the rest. The exit status is 0 if every bit is the
+same.
 """
 
 import argparse
 import copy
-import hashlib
 import json
-import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -53,13 +50,10 @@ from transformers import (
 
 from icl_patch import ContextPatch, ContextPatcher, batch_invariant
 from icl_patch.bench.results import code_fingerprint, environment
-from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.language_model import position_limit
-from icl_patch.patch.atomic_file import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "build" / "real"
-RUN = [sys.executable, __file__, "--part"]
 DTYPES = ("float16", "float32", "bfloat16")  # the slowest first
 LEAST = 5000  # tokens in each dtype
 ROUNDINGS = 16  # limit of reader errors and corrections, in spacings of the dtype, as in verify
@@ -80,25 +74,7 @@ TWO_PASSES = "two passes"
 COMPUTE = "compute"
 """``compute`` of all tokens at once. Reference: the model's call on all tokens."""
 WAYS = (ONE_PASS, TWO_PASSES, COMPUTE)
-CHATS = (
-    "What is the capital of Finland, and what is it known for?",
-    "Write a haiku about the first snow of the year.",
-    "My bread does not rise. The yeast is fresh, the water was boiling. What went wrong?",
-    "Translate into French: The train to Lyon leaves at half past seven.",
-    "Explain to a child of eight why the sky is blue.",
-    "List five things to check before a long bicycle tour.",
-    "A shop sells three pens for two euros. How much do twelve pens cost? Show the steps.",
-    "Write a Python function that returns the n-th Fibonacci number without recursion.",
-    "Which planet of the solar system has the shortest day?",
-    "Summarise in one sentence: Bees collect nectar and pollen. On the way they carry pollen from"
-    " flower to flower, so that fruit and seeds can grow. Without them many plants would die out.",
-    "Give me a polite way to say that I cannot come to the meeting on Thursday.",
-    "What is the difference between weather and climate?",
-    "Name three uses of copper and the property that each of them needs.",
-    "Is 91 a prime number? Answer yes or no, then give the reason.",
-    "Write the first paragraph of a story that begins in a lighthouse.",
-    "How do I undo the last commit in git without losing my changes?",
-)
+CHATS = ROOT / "examples" / "papers" / "texts" / "chats.toml"
 
 
 # -- texts
@@ -140,8 +116,9 @@ def batch_of(case: Case, number: int, tokenizer: PreTrainedTokenizerBase) -> Bat
     short = [(row * 5) % steps // 2 if case.padded else 0 for row in rows]
     kept_mask = torch.arange(steps) < torch.tensor([steps - less for less in short])[:, None]
     if case.source == "chats":
-        chats = [CHATS[(number + row) % len(CHATS)] for row in rows]
-        return Batch(*_left_padded([_chat(text, tokenizer) for text in chats]), None, kept_mask)
+        chats = tomllib.loads(CHATS.read_text(encoding="utf-8"))["chat"]
+        chosen = [_chat(chats[(number + row) % len(chats)], tokenizer) for row in rows]
+        return Batch(*_left_padded(chosen), None, kept_mask)
     text = _text(case.source, tokenizer)
     room = len(text) - case.context - steps
     if room < 1:
@@ -161,12 +138,14 @@ def _left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths
 
 
-def _chat(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """A question as the tokenizer's chat template writes it, up to the answer; as it is where there
-    is no template.
+def _chat(chat: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """A chat up to the first answer, as the tokenizer's template writes it; the question alone
+    where there is no template.
     """
+    text = chat["users"][0]
     if tokenizer.chat_template is not None:
-        turns = [{"role": "user", "content": text}]
+        turns = [("system", chat["system"]), ("user", text)]
+        turns = [{"role": role, "content": content} for role, content in turns]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
 
@@ -268,51 +247,32 @@ class Counts:
     """Tokens of one way and number of rows, over all cases; a token counts per row.
 
     Attributes:
-        way, rows, reason: ``reason`` says why there is no such step, or None.
         tokens: replayed. identical: of these, with all bits of the reference's logits.
-        same_token: with the most likely token of the unmodified model.
-        misses: elements of block outputs that the patch does not reach. taken_twice: tokens of one
-            pass that took another one.
+        misses: elements of block outputs that the patch does not reach.
         saved, saved_identical: tokens replayed by another process from a file, likewise.
         reader_error, correction: the largest of the patches' reports.
-        shortest, longest: tokens of the contexts.
     """
 
     way: str
     rows: int
-    reason: str | None = None
     tokens: int = 0
     identical: int = 0
-    same_token: int = 0
     misses: int = 0
-    taken_twice: int = 0
     saved: int = 0
     saved_identical: int = 0
     reader_error: float = 0.0
     correction: float = 0.0
-    shortest: int | None = None
-    longest: int | None = None
 
-    def add_context(self, mask: Tensor) -> None:
-        """Count the lengths of the contexts, mask (B, C)."""
-        lengths = mask.sum(1).tolist()
-        self.shortest = min([*lengths, *([self.shortest] if self.shortest else [])])
-        self.longest = max([*lengths, self.longest or 0])
-
-    def add(self, patch: ContextPatch, logits: Tensor, reference: Tensor, plain: Tensor) -> None:
-        """Count a replay, logits (B, T, V), beside its reference and the unmodified model."""
+    def add(self, patch: ContextPatch, logits: Tensor, reference: Tensor) -> None:
+        """Count a replay, logits (B, T, V), beside its reference."""
         kept, report = patch.kept_mask, patch.report
         assert report is not None
         self.tokens += int(kept.sum())
         self.identical += int((same_bits(logits, reference) & kept).sum())
-        self.same_token += int(((logits.argmax(-1) == plain.argmax(-1)) & kept).sum())
         self.misses += int((report.misses * kept).sum())
-        self.taken_twice += int(kept.sum()) if self.way == ONE_PASS and patch.passes > 1 else 0
-        for name in ("reader_error", "correction"):
-            largest = float(torch.where(kept, getattr(report, name), 0).max())
-            setattr(
-                self, name, largest if largest != largest else max(getattr(self, name), largest)
-            )
+        for name in ("reader_error", "correction"):  # a NaN stays
+            largest = torch.where(kept, getattr(report, name), 0).max().double()
+            setattr(self, name, float(largest.maximum(torch.tensor(getattr(self, name)))))
 
     def add_saved(self, patch: ContextPatch, logits: Tensor, reference: Tensor) -> None:
         """Count a replay of another process."""
@@ -358,56 +318,40 @@ def patches(
         **({"mode": "two_pass"} if way == TWO_PASSES else {}),
     )
     for column, step in enumerate(steps):
+        if way == ONE_PASS and step.patch.info.arithmetic != "batch_invariant":
+            raise ValueError("expected exact steps in one pass: generate takes this model's in two")
         yield step.patch, slice(column, column + 1)
-
-
-def refusal(patcher: ContextPatcher) -> str | None:
-    """Why ``generate`` does not take its exact steps in one pass, or None."""
-    ids = torch.arange(3, 7)[None]
-    try:
-        next(patcher.generate(ids, max_new_tokens=1, mode="shared_cache"))
-    except UnsupportedModelError as error:
-        return str(error)
-    (step,) = patcher.generate(ids, max_new_tokens=1)
-    arithmetic = step.patch.info.arithmetic
-    return None if arithmetic == "batch_invariant" else f"generate chooses {arithmetic!r}"
 
 
 # -- one process
 
 
-def replay_files(model: Path, dtype: torch.dtype, connection: Any) -> None:
-    """Replay every patch file that is named over the connection, in a process of its own, and write
-    the logits beside it.
-    """
-    attached, tokenizer = load(model, dtype)
-    with ContextPatcher(attached, tokenizer=tokenizer) as patcher:
-        for path in iter(connection.recv, None):
-            patch = ContextPatch.load(path, attached, tokenizer)
-            save_file({"logits": patcher.forward(patch.kept_ids, patch)}, f"{path}.logits")
-            connection.send(None)
+@cache
+def patcher_of(model: Path, dtype: torch.dtype) -> ContextPatcher:
+    """A patcher of a model that is loaded once in a process."""
+    loaded, tokenizer = load(model, dtype)
+    return ContextPatcher(loaded, tokenizer=tokenizer)
+
+
+def replay_file(path: Path, model: Path, dtype: torch.dtype) -> Tensor:
+    """The logits of a patch from its file."""
+    patcher = patcher_of(model, dtype)
+    patch = ContextPatch.load(path, patcher.model, patcher.tokenizer)
+    return patcher.forward(patch.kept_ids, patch)
 
 
 @contextmanager
-def other_process(model: Path, dtype: torch.dtype) -> Iterator[Any]:
+def other_process(model: Path, dtype: torch.dtype) -> Iterator[Callable[[ContextPatch], Tensor]]:
     """A process that replays patches from files: a function from a patch to logits."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=replay_files, args=(model, dtype, theirs), daemon=True)
-    process.start()
-    theirs.close()  # so that its end shows as an end of file
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
 
-    def replay(patch: ContextPatch) -> Tensor:
-        with TemporaryDirectory() as folder:
-            path = Path(folder, "patch.safetensors")
-            patch.save(path)
-            ours.send(path)
-            ours.recv()
-            return load_file(f"{path}.logits")["logits"]
+        def replay(patch: ContextPatch) -> Tensor:
+            with TemporaryDirectory() as folder:
+                path = Path(folder, "patch.safetensors")
+                patch.save(path)
+                return pool.submit(replay_file, path, model, dtype).result()
 
-    yield replay
-    ours.send(None)
-    process.join()
+        yield replay
 
 
 def load(model: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -427,20 +371,16 @@ def measure(model: Path, dtype: torch.dtype, cases: list[Case]) -> list[Counts]:
         other_process(model, dtype) as elsewhere,
         ContextPatcher(attached, tokenizer=tokenizer) as patcher,
     ):
-        reason = refusal(patcher)
         for number, case in enumerate(cases):
             if case.context + case.steps > limit:
-                print(f"left out, longer than the model's {limit} positions: {case}")
+                print(f"left out, beyond {limit} positions: {case}", file=sys.stderr)
                 continue
             batch = batch_of(case, number, tokenizer)
             runs = references(plain, batch)
             for way in WAYS:
                 counts = found.setdefault((way, case.rows), Counts(way, case.rows))
-                if way == ONE_PASS and reason is not None:
-                    counts.reason = reason
-                else:
-                    count(counts, patcher, batch, runs, elsewhere)
-            print(case, flush=True)
+                count(counts, patcher, batch, runs, elsewhere)
+            print(dtype, case, file=sys.stderr, flush=True)
     return list(found.values())
 
 
@@ -448,71 +388,44 @@ def count(
     counts: Counts, patcher: ContextPatcher, batch: Batch, runs: References, elsewhere: Any
 ) -> None:
     """Replay the patches of one way on a batch, here and in the other process."""
-    counts.add_context(batch.mask)
-    reference, plain = runs.logits[counts.way], runs.logits[TWO_PASSES]
-    plain = reference if counts.way == COMPUTE else plain
     for number, (patch, columns) in enumerate(patches(patcher, counts.way, batch, runs)):
         assert torch.equal(patch.kept_ids, runs.current[:, columns])
-        logits = patcher.forward(patch.kept_ids, patch)
-        counts.add(patch, logits, reference[:, columns], plain[:, columns])
+        reference = runs.logits[counts.way][:, columns]
+        counts.add(patch, patcher.forward(patch.kept_ids, patch), reference)
         if number % SAVE_EVERY == 0 and patch.nbytes <= MAX_FILE:
-            counts.add_saved(patch, elsewhere(patch), reference[:, columns])
-
-
-def write_part(model: str, dtype: str, plan: str, out: str) -> None:
-    """Measure one dtype on the cases of a plan, and write the counts."""
-    counts = measure(Path(model), getattr(torch, dtype), PLANS[plan])
-    write_atomically(out, [json.dumps([vars(each) for each in counts], indent=1).encode()])
+            counts.add_saved(patch, elsewhere(patch), reference)
 
 
 # -- all processes
 
 Record = dict[str, Any]  # the counts of one way, number of rows, dtype and environment
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one process measures: one of the :data:`PLANS` in a dtype and an environment."""
-
-    dtype: str
-    plan: str
-    environment: str
-
-    @property
-    def name(self) -> str:
-        """The name of its files."""
-        return re.sub(r"\W+", "-", f"{self.dtype} {self.plan} {self.environment}")
+Part = tuple[str, str, str]  # dtype, plan and environment: what one process measures
 
 
 def parts_of(short: bool) -> list[Part]:
     """Everything to measure, the longest first."""
     plans = ("short",) if short else ("8 rows", "3 rows", "1 row")
-    full = [Part(dtype, plan, AS_IT_IS) for dtype in DTYPES for plan in plans]
-    return full + [Part(dtype, "short", name) for name in ENVIRONMENTS for dtype in DTYPES]
+    full = [(dtype, plan, AS_IT_IS) for dtype in DTYPES for plan in plans]
+    return full + [(dtype, "short", name) for name in ENVIRONMENTS for dtype in DTYPES]
 
 
 def measured(part: Part, model: Path, folder: Path) -> list[Record]:
     """The counts of a part, from its file or from a process that writes the file.
 
     Raises:
-        RuntimeError: the process failed.
+        CalledProcessError: the process failed.
     """
-    out, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
+    dtype, plan, environment = part
+    out = folder / (re.sub(r"\W+", "-", " ".join(part)) + ".json")
     if not out.exists():
-        further = [] if part.environment == AS_IT_IS else [part.environment.split("=")]
-        with log.open("w") as file:
-            done = subprocess.run(
-                [*RUN, model, part.dtype, part.plan, out],
-                env={**os.environ, **dict(further)},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-        if done.returncode:
-            tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-12:])
-            raise RuntimeError(f"{part} ended with {done.returncode}, see {log}:\n{tail}")
+        further = [] if environment == AS_IT_IS else [environment.split("=")]
+        command = [sys.executable, __file__, str(model), "--part", dtype, plan]
+        done = subprocess.run(
+            command, env=os.environ | dict(further), stdout=subprocess.PIPE, text=True, check=True
+        )
+        out.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
     found = json.loads(out.read_text(encoding="utf-8"))
-    return [{"dtype": part.dtype, "environment": part.environment, **each} for each in found]
+    return [{"dtype": dtype, "environment": environment, **each} for each in found]
 
 
 def is_kept(counts: Record) -> bool:
@@ -521,8 +434,7 @@ def is_kept(counts: Record) -> bool:
     """
     rounding = ROUNDINGS * torch.finfo(getattr(torch, counts["dtype"])).eps
     return (
-        counts["reason"] is None
-        and counts["tokens"] == counts["identical"] > 0
+        counts["tokens"] == counts["identical"] > 0
         and counts["saved"] == counts["saved_identical"]
         and counts["misses"] == 0
         and counts["reader_error"] <= rounding
@@ -547,72 +459,41 @@ def lines(results: list[Record]) -> Iterator[str]:
     sums: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for counts in results:
         sums[counts["dtype"], counts["way"]].append(counts)
-    names = ("tokens", "identical", "saved", "saved_identical", "misses", "taken_twice")
+    names = ("tokens", "identical", "saved", "saved_identical", "misses")
     for key, group in sorted(sums.items()):
         yield f"{' '.join(key)}: " + ", ".join(
             f"{sum(each[name] for each in group):,} {name.replace('_', ' ')}" for name in names
         )
 
 
-def weights_hash(model: Path) -> str:
-    """SHA-256 of a model's files."""
-    content = hashlib.sha256()
-    for path in sorted(path for path in model.iterdir() if path.is_file()):
-        with path.open("rb") as file:
-            content.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    return content.hexdigest()
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the versions that the counts come from."""
-    return environment(torch.device("cpu")) | {"transformers": version("transformers")}
-
-
-def parts_folder(model: Path) -> Path:
-    """Where the parts are kept: of these weights, this code and this machine."""
-    own = Path(__file__).read_text(encoding="utf-8")
-    key = [weights_hash(model), code_fingerprint(), json.dumps(machine()), own]
-    folder = PARTS / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the tables and write the counts; 1 if a promise does not hold."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["--part"]:
-        write_part(*given[1:])
-        return 0
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Measure, print the sums and write the counts; 1 if a promise does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("model", type=Path, help="a folder with a model and its tokenizer")
     parser.add_argument("--short", action="store_true", help="the short plan only")
     parser.add_argument("--out", type=Path, help="the file for the counts, as JSON")
-    threads = torch.get_num_threads()
-    jobs = max(1, len(os.sched_getaffinity(0)) // threads)
-    parser.add_argument("--jobs", type=int, default=jobs, help="processes at a time")
-    options = parser.parse_args(given)
-    if not (options.model / "config.json").is_file():
-        parser.error(f"expected a folder with a model, got {options.model} without a config.json")
-    folder, parts = parts_folder(options.model), parts_of(options.short)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        running = [pool.submit(measured, part, options.model, folder) for part in parts]
-        try:
-            for done in track(running, "measuring", console=Console(stderr=True)):
-                done.exception()
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
-            raise
-    broken = [str(done.exception()) for done in running if done.exception()]
-    counts = [each for done in running if not done.exception() for each in done.result()]
+    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    model = options.model.resolve()
+    if options.part is not None:
+        dtype, plan = options.part
+        counts = measure(model, getattr(torch, dtype), PLANS[plan])
+        print(json.dumps([vars(each) for each in counts]))
+        return 0
+    folder = PARTS / f"{model.name}-{code_fingerprint()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads())
+    with ThreadPoolExecutor(jobs) as pool:
+        found = pool.map(lambda part: measured(part, model, folder), parts_of(options.short))
+        counts = [each for records in found for each in records]
     print(*lines(counts), sep="\n")
-    if options.out is not None and not broken:
-        content = {"model": options.model.resolve().name, "machine": machine(), "counts": counts}
-        write_atomically(options.out, [(json.dumps(content, indent=1) + "\n").encode()])
-    wrong = broken + failures(counts, 0 if options.short else LEAST)
+    if options.out is not None:
+        machine = environment(torch.device("cpu")) | {"transformers": version("transformers")}
+        content = {"model": model.name, "machine": machine, "counts": counts}
+        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    wrong = failures(counts, 0 if options.short else LEAST)
     print("\n".join(wrong) or "0 bits differ")
-    return 1 if wrong else 0
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -279,9 +279,7 @@ def command_lines() -> dict[str, list[str]]:
         "extract prefix": [*extract, "--prefix", "mode "],
         "inspect prefix": ["inspect", "--patch", file],
         "verify keep-last": [*verify, "--keep-last", "2"],
-        "generate shared_cache": [*stable, *SHARED_CACHE_FLAGS, "--check-every", "2"],
-        "generate context logits": [*stable, "--logits", "context"],
-        "generate replay logits": [*stable, "--logits", "replay"],
+        "generate shared_cache": [*stable, *SHARED_CACHE_FLAGS],
         "generate sample": [*stable, "--sample", "--temperature", "2", "--seed", "1"],
     }
 

@@ -27,6 +27,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
 REALISTIC_CELLS = ROOT / "docs/model_classes_realistic.jsonl"
 VOCABULARY = 97
+LIMIT = 300  # seconds for one type
 UPDATES = ("direct", "stable", "exact")
 
 
@@ -210,7 +212,9 @@ def measure(
     if scenario.absorbed:
         head = scenario.absorbed[0][1]
     if scenario.dtype is not torch.float32:
-        return bits(model, torch.stack(rows), head, logits, patch.logits, misses)
+        same = torch.equal(logits, patch.logits)  # of the model with its context, to the last bit
+        error = error_of(logits, patch.logits)
+        return {"result": "right" if same else "wrong", "misses": misses, "error": error}
     full = reference(model, rows)
     places = []
     for ids, n in zip(rows, lengths, strict=True):
@@ -245,26 +249,13 @@ def in_batch(
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     head = ids.shape[1] - kept[0].shape[1]
     numbered = "position_ids" in inspect.signature(type(model).forward).parameters
-    cache = DynamicCache(config=model.config)
-    model(
-        ids[:, :head],
-        attention_mask=mask[:, :head].long(),
-        **({"position_ids": positions[:, :head]} if numbered else {}),
-        past_key_values=cache,
-        use_cache=True,
-    )
-    logits, width = [], 1 if is_recurrent(model) else ids.shape[1] - head
-    for start in range(head, ids.shape[1], width):
-        stop = start + width
-        step = model(
-            ids[:, start:stop],
-            attention_mask=mask[:, :stop].long(),
-            **({"position_ids": positions[:, start:stop]} if numbered else {}),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits.append(step.logits)
-    return torch.cat(logits, 1)[kept[1]]
+    cache, logits = DynamicCache(config=model.config), []
+    step = 1 if is_recurrent(model) else ids.shape[1] - head
+    for start, stop in pairwise([0, *range(head, ids.shape[1] + 1, step)]):
+        places = {"position_ids": positions[:, start:stop]} if numbered else {}
+        options = {"attention_mask": mask[:, :stop].long(), "past_key_values": cache, **places}
+        logits.append(model(ids[:, start:stop], **options, use_cache=True).logits)
+    return torch.cat(logits, 1)[:, head:][kept[1]]
 
 
 @torch.no_grad()
@@ -277,19 +268,6 @@ def noise_floor(model: PreTrainedModel, rows: list[Tensor], full: list[Tensor], 
     except Exception:  # the class has no cache, or goes on from it in another way
         return floor
     return max(floor, error_of(with_cache, full[0][head:]))
-
-
-def bits(
-    model: PreTrainedModel, ids: Tensor, head: int, logits: Tensor, context: Any, misses: int
-) -> dict[str, Any]:
-    """A cell in bf16: the replay is the model with its context to the last bit."""
-    same = bool(torch.equal(logits, context))
-    cell: dict[str, Any] = {"misses": misses, "error": error_of(logits, context)}
-    try:
-        cell["floor"] = error_of(cached(model, ids, head), context)
-    except Exception:
-        cell["floor"] = None
-    return {"result": "right" if same else "wrong", **cell}
 
 
 def cells_of(
@@ -377,47 +355,43 @@ def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
     return next(name for name in worst if results[name]), text
 
 
-def summary(cells: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Of each type and variant the result, the largest error and noise floor in fp32, and the
-    reason.
-    """
-    by_job: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def by_job(cells: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The cells of each type and variant, in the order of :func:`jobs`."""
+    found = {(key["type"], key["variant"]): [] for key, _ in jobs()}
     for cell in cells:
         if "result" in cell:
-            by_job.setdefault((cell["type"], cell["variant"]), []).append(cell)
-    rows = {}
-    for job in ((key["type"], key["variant"]) for key, _ in jobs()):
-        if job in by_job:
-            word, text = verdict(by_job[job])
-            errors = [
-                (cell["error"], cell.get("floor") or 0.0)
-                for cell in by_job[job]
-                if cell["result"] in ("right", "wrong") and cell["scenario"] not in ("bf16", "fp16")
-            ]
-            numbers = [f"{max(column):.0e}" for column in zip(*errors, strict=True)] or ["", ""]
-            rows[job] = (word, *numbers, " ".join(text.split()).replace("|", "\\|"))
-    return rows
+            found[cell["type"], cell["variant"]].append(cell)
+    return {job: cells for job, cells in found.items() if cells}
+
+
+def label(cells: list[dict[str, Any]]) -> str:
+    """The result and its reason, without the names of one class and its modules."""
+    word, text = verdict(cells)
+    text = re.sub(r" \(docs/model_classes.md .*?\)|^[\w.]+ \(\w+\): ", "", " ".join(text.split()))
+    text = re.sub(r"\b(?!Auto)\w+(For\w+|LMHeadModel|ModelWithLMHead)\b", "the class", text)
+    text = re.sub(r"\bmodel\.layers\.\d+\.[\w.]+ (?=has)", "a module ", text)
+    separator = ", " if word == "right" else ": "
+    return f"{word}{separator}{text}" if text else word
 
 
 def page(cells: list[dict[str, Any]], realistic: list[dict[str, Any]]) -> str:
-    """The table of all types and variants as Markdown, with random and with realistic weights."""
-    tables = summary(cells), summary(realistic)
+    """All types and variants by what is found of them, with random and with realistic weights."""
+    tables = {"random": by_job(cells), "realistic": by_job(realistic)}
     lines = [INTRODUCTION, "| | " + " | ".join(RESULTS) + " |", "|---" * (len(RESULTS) + 1) + "|"]
-    for weights, table in zip(("random", "realistic"), tables, strict=True):
+    for weights, table in tables.items():
         for name, variants in (("types", False), ("variants", True)):
-            words = Counter(row[0] for job, row in table.items() if bool(job[1]) == variants)
+            words = Counter(verdict(table[job])[0] for job in table if bool(job[1]) == variants)
             counts = " | ".join(str(words[word]) for word in RESULTS)
             lines.append(f"| {name}, {weights} weights | {counts} |")
-    lines += [
-        "",
-        "| type | variant | result | error, fp32, max | noise floor"
-        " | realistic weights | error, fp32, max | noise floor | reason |",
-        "|---" * 9 + "|",
-    ]
-    for job, (*found, reason) in tables[0].items():
-        *others, other_reason = tables[1].get(job, ("", "", "", ""))
-        reason = reason or (other_reason and f"realistic weights: {other_reason}")
-        lines.append("| " + " | ".join((*job, *found, *others, reason)) + " |")
+    groups: dict[str, list[str]] = {}
+    for job, found in tables["random"].items():
+        text, other = (label(x) for x in (found, tables["realistic"].get(job, found)))
+        if other != text:
+            text += f"; with realistic weights {other.removeprefix('right, ')}"
+        groups.setdefault(text, []).append(f"{job[0]} ({job[1]})" if job[1] else job[0])
+    lines += ["", "| result | types and variants |", "|---|---|"]
+    for text, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines.append(f"| {text} | {', '.join(names)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -429,9 +403,9 @@ model: `make sweep` measures and writes this page. A type is *right* if the repl
 context has the logits of the unmodified model with it, in every scenario ({", ".join(SCENARIOS)}):
 direct, stable and exact in fp32 within 10 times the noise floor or {noise_limit(0):.1e} of the
 largest logit, exact in bf16 bit for bit. Scenarios that a right type refuses are named with the
-reason. The cells are in [model_classes.jsonl](model_classes.jsonl). Where a class has other logits
-in a batch or over its cache than for a row alone, a cell compares with those of the batch and says
-in `own` how far they are off.
+reason. [model_classes.jsonl](model_classes.jsonl) has the errors of all scenarios and updates.
+Where a class has other logits in a batch or over its cache than for a row alone, a replay is
+compared with those of the batch, and `own` there says how far they are off.
 
 *Realistic weights* have the features of trained ones: a neuron that few tokens excite and that
 makes one channel 2,000 times larger than the others, a token that draws all attention, norms with
@@ -446,41 +420,33 @@ def main() -> None:
     """Run the types that have no cells yet, or those named, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="these types alone, again")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one type")
     parser.add_argument("--realistic", action="store_true", help="with features of trained weights")
-    parser.add_argument("--out", type=Path, help="the file of the cells")
     options = parser.parse_args()
-    options.out = options.out or (REALISTIC_CELLS if options.realistic else CELLS)
-    options.out.parent.mkdir(exist_ok=True)
-    cells = [cell for cell in read(options.out) if cell["type"] not in options.types]
+    out = REALISTIC_CELLS if options.realistic else CELLS
+    cells = [cell for cell in read(out) if cell["type"] not in options.types]
     done = {(cell["type"], cell["variant"]) for cell in cells if "seconds" in cell}
     cells = [cell for cell in cells if (cell["type"], cell["variant"]) in done]
-    options.out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
     for key, changes in jobs():
         chosen = not options.types or key["type"] in options.types
         if chosen and (key["type"], key["variant"]) not in done:
-            run_apart(key, changes, options.out, options.limit, options.realistic)
-    if options.out in (CELLS, REALISTIC_CELLS):
-        PAGE.write_text(page(read(CELLS), read(REALISTIC_CELLS)))
-    else:
-        options.out.with_suffix(".md").write_text(page(read(options.out), []))
+            run_apart(key, changes, out, options.realistic)
+    PAGE.write_text(page(read(CELLS), read(REALISTIC_CELLS)))
 
 
-def run_apart(
-    key: dict[str, str], changes: dict[str, Any], out: Path, limit: float, realistic: bool
-) -> None:
-    """:func:`run` in a process of its own, for so many seconds at most."""
+def run_apart(key: dict[str, str], changes: dict[str, Any], out: Path, realistic: bool) -> None:
+    """:func:`run` in a process of its own, for a limited time."""
     process = multiprocessing.get_context("fork").Process(
         target=run, args=(key, changes, out, realistic)
     )
     process.start()
-    process.join(limit)
+    process.join(LIMIT)
     if process.is_alive() or process.exitcode:
         process.kill()
         process.join()
         cell = {**key, "scenario": "", "update": "", "result": "not finished"}
         with out.open("a") as file:
-            file.write(json.dumps(cell) + "\n" + json.dumps({**key, "seconds": limit}) + "\n")
+            file.write(json.dumps(cell) + "\n" + json.dumps({**key, "seconds": LIMIT}) + "\n")
     mine = [cell for cell in read(out) if {**cell, **key} == cell and "result" in cell]
     print(*key.values(), *verdict(mine), flush=True)
 

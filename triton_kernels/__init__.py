@@ -13,14 +13,13 @@ if __name__ == "triton_kernels":
         " project's own package"
     )
 
-from icl_patch.kernels.ops.coefficients import coefficients
 from icl_patch.kernels.ops.direction import ReadDirection, read_direction
 from icl_patch.kernels.ops.experts import expert_linear
 from icl_patch.kernels.ops.gated_product import gated_product
 from icl_patch.kernels.ops.linear import patched_linear, product_path
 from icl_patch.kernels.ops.low_rank import add_low_rank
 from icl_patch.kernels.ops.norms import NormedPair, norm_pair, rms_norm
-from icl_patch.kernels.ops.recording import Recorded, record_linear, record_linears
+from icl_patch.kernels.ops.recording import record_linears
 from icl_patch.kernels.runtime.config import Config, config_for
 from icl_patch.kernels.runtime.launching import INTERPRETED
 
@@ -29,9 +28,7 @@ __all__ = [
     "Config",
     "NormedPair",
     "ReadDirection",
-    "Recorded",
     "add_low_rank",
-    "coefficients",
     "config_for",
     "expert_linear",
     "gated_product",
@@ -39,7 +36,6 @@ __all__ = [
     "patched_linear",
     "product_path",
     "read_direction",
-    "record_linear",
     "record_linears",
     "rms_norm",
 ]

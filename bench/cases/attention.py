@@ -8,14 +8,13 @@ A GPU runs torch's kernels, so it has no cases here.
 
 import functools
 import itertools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.bench.harness import Case, Comparison, dtype_name
+from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.timing import Call
 
 # heads, heads of keys and values, width: of SmolLM2-135M, and of Llama 3's 8B
@@ -73,20 +72,14 @@ def comparison(
 
     expected = repeated(torch.float64)
 
-    def check(_name: str, output: Any) -> float:
-        error = float((output - expected).abs().max() / expected.abs().max())
-        if not error <= _LIMITS[dtype]:
-            raise AssertionError(f"expected the result within {_LIMITS[dtype]}, got {error}")
-        return error
-
     calls: dict[str, Call] = {
         "decode_attention": lambda: ops.decode_attention(query, key, value, mask),
         "scaled_dot_product_attention": grouped,
         "repeated": lambda: repeated(dtype),
     }
     return Comparison(
-        ours="decode_attention",
-        calls=calls,
-        check=check,
+        "decode_attention",
+        calls,
+        lambda _name, output: relative_error(output, expected, _LIMITS[dtype]),
         nbytes=dict.fromkeys(calls, key.nbytes + value.nbytes),
     )

@@ -2,18 +2,18 @@
 
 `patched_linear` is ours; every row has its own factors. `F.linear` is the plain map, without a
 patch. `unfused` adds the low-rank term in separate operations. `W + ΔW` builds the changed weight
-and multiplies, `W + ΔW in a buffer` builds it in existing memory, and `PEFT` is that library's LoRA
-layer; these three have one patch for all rows, which is less work than ours. Several copies of the
-weight are used in turn, so that none is in a cache. GB/s counts every operand once. The ceiling is
-on a CPU the bandwidth of `reading W`, torch's sum of the weight, timed beside the others (in tables
-without that column, of the best of several reads and copies before them); on a GPU the bandwidth of
-a large copy. The error is the largest difference from fp64, relative to the largest output.
+and multiplies (older tables have it in existing memory too, `in a buffer`), and `PEFT` is that
+library's LoRA layer; these have one patch for all rows, which is less work than ours. Several
+copies of the weight are used in turn, so that none is in a cache. GB/s counts every operand once.
+The ceiling is on a CPU the bandwidth of `reading W`, torch's sum of the weight, timed beside the
+others (in tables without that column, of the best of several reads and copies before them); on a
+GPU the bandwidth of large sums. The error is the largest difference from fp64, relative to the
+largest output.
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.bench.baselines.lora import has_peft, lora_layer
+from icl_patch.bench.baselines import has_peft, lora_layer
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
-from icl_patch.bench.timing import InTurn, ceiling, last_level_cache
+from icl_patch.bench.timing import COLD, InTurn, ceiling
 
 # (N, K) of the readers and writers of an MLP, the most telling first.
 SHAPES = {
@@ -50,71 +50,40 @@ DTYPES = (torch.bfloat16, torch.float32)
 READ = "reading W"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One case: a matrix by name, its dtype, the number of rows and the rank."""
-
-    matrix: str
-    dtype: torch.dtype
-    rows: int
-    rank: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return SHAPES[self.matrix]
-
-    @property
-    def name(self) -> str:
-        """As in the tables."""
-        n, k = self.shape
-        return f"{self.matrix} {n} × {k} {dtype_name(self.dtype)} M={self.rows} R={self.rank}"
-
-    @property
-    def parameters(self) -> dict[str, str | int]:
-        """As in the JSON."""
-        n, k = self.shape
-        sizes = {"rows": self.rows, "rank": self.rank}
-        return {"matrix": self.matrix, "n": n, "k": k, "dtype": dtype_name(self.dtype), **sizes}
-
-
-def settings(device: torch.device, quick: bool) -> list[Setting]:
-    """The whole grid, or a part that takes a few minutes; the settings of a weight in sequence."""
-    everything = [
-        Setting(matrix, dtype, rows, rank)
-        for matrix, dtype, rank, rows in itertools.product(SHAPES, DTYPES, RANKS, ROWS)
-    ]
-    chosen = _quick_on_gpu if device.type == "cuda" else _quick_on_cpu
-    return [setting for setting in everything if not quick or chosen(setting)]
-
-
-def _quick_on_gpu(setting: Setting) -> bool:
-    """bf16; rank 1 everywhere, other ranks at the first three shapes."""
-    few = setting.matrix in list(SHAPES)[:3] and setting.rows in (1, 8, 32)
-    return setting.dtype is torch.bfloat16 and (setting.rank == 1 or few)
-
-
-def _quick_on_cpu(setting: Setting) -> bool:
-    """Weights from 16 MB to 0.23 GB; other ranks and many rows at the smallest."""
-    if setting.matrix == "Gemma-3-1B up":
-        return setting.rank == 1 or setting.rows in (1, 2)
-    names = ("Gemma-3-1B down", "Gemma-3-4B up", "Llama-3-8B up", "GPT-2 XL up, Conv1D")
-    return setting.matrix in names and setting.rank == 1 and setting.rows <= 16
-
-
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    """The cases of the grid."""
-    return [
-        Case(setting.name, functools.partial(comparison, setting, device), setting.parameters)
-        for setting in settings(device, quick)
-    ]
+    """The whole grid, or a part that takes a few minutes; the cases of a weight in sequence."""
+    chosen = _quick_on_gpu if device.type == "cuda" else _quick_on_cpu
+    found = []
+    for matrix, dtype, rank, rows in itertools.product(SHAPES, DTYPES, RANKS, ROWS):
+        if quick and not chosen(matrix, dtype, rank, rows):
+            continue
+        n, k = SHAPES[matrix]
+        name = dtype_name(dtype)
+        sizes = {"n": n, "k": k, "rows": rows, "rank": rank}
+        parameters: dict[str, str | int] = {"matrix": matrix, "dtype": name, **sizes}
+        build = functools.partial(comparison, matrix, dtype, rows, rank, device)
+        found.append(Case(f"{matrix} {n} × {k} {name} M={rows} R={rank}", build, parameters))
+    return found
+
+
+def _quick_on_gpu(matrix: str, dtype: torch.dtype, rank: int, rows: int) -> bool:
+    """bf16; rank 1 everywhere, other ranks at the first three shapes."""
+    few = matrix in list(SHAPES)[:3] and rows in (1, 8, 32)
+    return dtype is torch.bfloat16 and (rank == 1 or few)
+
+
+def _quick_on_cpu(matrix: str, _dtype: torch.dtype, rank: int, rows: int) -> bool:
+    """Weights from 16 MB to 0.23 GB; other ranks and many rows at the smallest."""
+    if matrix == "Gemma-3-1B up":
+        return rank == 1 or rows in (1, 2)
+    names = ("Gemma-3-1B down", "Gemma-3-4B up", "Llama-3-8B up", "GPT-2 XL up, Conv1D")
+    return matrix in names and rank == 1 and rows <= 16
 
 
 @functools.lru_cache(maxsize=1)
 def cold(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """Copies of one weight, as many as no cache holds: used in turn, each is read from memory."""
-    size = shape[0] * shape[1] * dtype.itemsize
-    count = max(2, min(-(-2 * last_level_cache(device) // size) + 1, 4 * 2**30 // size))
+    count = max(2, COLD // (shape[0] * shape[1] * dtype.itemsize))
     weight = (
         torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
         / shape[1] ** 0.5
@@ -122,21 +91,24 @@ def cold(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> li
     return [weight, *(weight.clone() for _ in range(count - 1))]
 
 
-def comparison(setting: Setting, device: torch.device) -> Comparison:
+def comparison(
+    matrix: str, dtype: torch.dtype, rows: int, rank: int, device: torch.device
+) -> Comparison:
     """The calls of one case, on operands of the size that a model has."""
-    (n, k), rows, rank, dtype = setting.shape, setting.rows, setting.rank, setting.dtype
-    weights = cold(device, setting.shape, dtype)
-    if CONV1D in setting.matrix:
+    n, k = SHAPES[matrix]
+    weights = cold(device, (n, k), dtype)
+    if CONV1D in matrix:
         weights = [weight.view(k, n).T for weight in weights]
     z, u, v = random_operands((n, k), rows, rank, dtype, device)
     plain = _plain(weights[0], z)
     per_row, shared = (plain + _term(z, u[:m], v[:m]) for m in (rows, 1))
     expected = {"patched_linear": per_row, "F.linear": plain, "unfused": per_row}
-    functions = {
+    u_all, v_all = u[0].to(dtype), v[0].to(dtype)
+    functions: dict[str, Callable[[Tensor], object]] = {
         "patched_linear": lambda weight: ops.patched_linear(z, weight, u, v),
         "F.linear": lambda weight: F.linear(z, weight),
         "unfused": _unfused(z, u.to(dtype), v.to(dtype)),
-        **_materialised(weights[0], z, u[0].to(dtype), v[0].to(dtype)),
+        "W + ΔW": lambda weight: F.linear(z, weight + u_all.T @ v_all),
     }
     size, ends = n * k * dtype.itemsize, rows * (n + k) * dtype.itemsize
     factors = rows * rank * (n + k) * u.itemsize
@@ -159,14 +131,8 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
         limit = product_error_limit(dtype, k, roundings)
         return relative_error(result, expected.get(name, shared), limit)
 
-    return Comparison(
-        ours="patched_linear",
-        calls=calls,
-        check=check,
-        nbytes=nbytes,
-        ceiling=ceiling(device) if device.type == "cuda" else READ,
-        apart=("W + ΔW", "W + ΔW in a buffer"),
-    )
+    limit = ceiling(device) if device.type == "cuda" else READ
+    return Comparison("patched_linear", calls, check, nbytes, limit)
 
 
 def random_operands(
@@ -225,20 +191,3 @@ def _unfused(z: Tensor, u: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
         return F.linear(z, weight) + torch.bmm(coeff.mT, u).squeeze(1)
 
     return call
-
-
-def _materialised(
-    like: Tensor, z: Tensor, u: Tensor, v: Tensor
-) -> dict[str, Callable[[Tensor], Tensor]]:
-    """``W + Σ_r u_r v_rᵀ`` for all rows, in new memory and in a buffer."""
-    buffer = torch.empty_like(like)
-
-    def rebuild(weight: Tensor) -> Tensor:
-        if len(u) == 1:
-            return torch.addr(weight, u[0], v[0], out=buffer)
-        return torch.addmm(weight, u.T, v, out=buffer)
-
-    return {
-        "W + ΔW": lambda weight: F.linear(z, weight + (u.T @ v if len(u) > 1 else u.T * v)),
-        "W + ΔW in a buffer": lambda weight: F.linear(z, rebuild(weight)),
-    }

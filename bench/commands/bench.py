@@ -6,7 +6,7 @@ import math
 import sys
 from pathlib import Path
 
-from icl_patch.bench import BENCHMARKS
+from icl_patch.bench import BENCHMARKS, OF_A_MODEL
 from icl_patch.cli import common
 
 HELP = "time the kernels beside the code that they replace, and write the tables"
@@ -18,9 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all)"
     )
     common.add_device(parser, "cpu")
-    parser.add_argument(
-        "--threads", type=common.positive, metavar="N", help="of the CPU (default: torch's)"
-    )
     parser.add_argument(
         "--quick", action="store_true", help="a few minutes: the most telling shapes, fewer rounds"
     )
@@ -39,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="of generation: a folder or hub id, in place of random models",
+        help="of generation (in place of random models) and answer: a folder or hub id",
     )
     parser.add_argument(
         "--tables",
@@ -50,24 +47,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of the tables (default: $ICL_RESULTS, else bench/results)",
+        default=Path("icl-patch-bench"),
+        help="folder of the tables (default: icl-patch-bench)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, or write the tables again; 1 if a call failed."""
-    import torch
-
-    from icl_patch.bench.results import Results, default_folder, load_all, page, tables
+    from icl_patch.bench.results import Results, load_all, page, table
     from icl_patch.patch.atomic_file import write_atomically
 
     if unknown := [name for name in options.name if name not in BENCHMARKS]:
         raise ValueError(
             f"expected a benchmark of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}"
         )
-    if options.model is not None and options.name != ["generation"]:
-        raise ValueError("expected --model with the benchmark generation alone")
-    folder, names = options.out or default_folder(), options.name or BENCHMARKS
+    if options.model is not None and not set() < {*options.name} <= {*OF_A_MODEL}:
+        raise ValueError(f"expected --model with {' or '.join(OF_A_MODEL)} alone")
+    folder, names = options.out, options.name or BENCHMARKS
     if options.tables:
         files = []
         for data in (data for name in names for data in load_all(folder, name)):
@@ -75,8 +71,6 @@ def run(options: argparse.Namespace) -> int:
             write_atomically(files[-1], [page(data).encode()])
         common.print_result(options, {"files": files}, *files)
         return 0
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     passed, measured = True, {}
     for name in names:
         results = Results(name, options.device, folder)
@@ -87,9 +81,10 @@ def run(options: argparse.Namespace) -> int:
         for line, good in results.measure(chosen, rounds, options.fresh, options.seconds):
             print(f"{name}: {line}", file=sys.stderr, flush=True)
             passed = passed and good
-        measured[name] = data = results.to_dict()
+        measured[name] = results.data
         if not options.json:
-            common.print_result(options, {}, *tables(data), f"written to {results.path}")
+            lines = table(results.data["rows"])
+            common.print_result(options, {}, *lines, f"written to {results.path}")
     if options.json:
         common.print_result(options, measured)
     return 0 if passed else 1

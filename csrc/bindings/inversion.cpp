@@ -27,7 +27,7 @@ void run_cuda(const Inversion& call, int32_t device) {
 }
 #endif
 
-Inversion inversion(const char* name, const Tensor& first, double eps, bool bisection) {
+Inversion inversion(const char* name, const Tensor& first, double eps) {
   check(name, first, first, {-1, -1});
   STD_TORCH_CHECK(first.size(1) > 0, "expected ", name, " (B, n) with n >= 1");
   check_eps(eps);
@@ -35,7 +35,6 @@ Inversion inversion(const char* name, const Tensor& first, double eps, bool bise
   call.rows = first.size(0);
   call.n = first.size(1);
   call.eps = eps;
-  call.bisection = bisection;
   return call;
 }
 
@@ -59,8 +58,8 @@ Result run(Inversion call, const Tensor& like) {
 }
 
 Result invert_rmsnorm(const Tensor& target, const Tensor& scale, const Tensor& rms, double eps,
-                      std::optional<Tensor> fallback, bool bisection) {
-  Inversion call = inversion("target", target, eps, bisection);
+                      std::optional<Tensor> fallback) {
+  Inversion call = inversion("target", target, eps);
   const auto input = [&](const char* name, const Tensor& x) {
     return matrix(name, x, target, call.rows, call.n, true);
   };
@@ -73,9 +72,8 @@ Result invert_rmsnorm(const Tensor& target, const Tensor& scale, const Tensor& r
   return run(call, target);
 }
 
-Result stable_scale(const Tensor& delta, const Tensor& scale, const Tensor& hidden_down, double eps,
-                    bool bisection) {
-  Inversion call = inversion("delta", delta, eps, bisection);
+Result stable_scale(const Tensor& delta, const Tensor& scale, const Tensor& hidden_down, double eps) {
+  Inversion call = inversion("delta", delta, eps);
   const auto input = [&](const char* name, const Tensor& x) {
     const Matrix found = matrix(name, x, delta, call.rows, call.n, true);
     call.hidden_is_fp64 |= found.dtype == DType::kFp64;

@@ -6,11 +6,10 @@
 STABLE_TORCH_LIBRARY(icl_patch, m) {
   m.def(
       "invert_rmsnorm(Tensor target, Tensor scale, Tensor rms, float eps=0.0,"
-      " Tensor? fallback=None, bool bisection=False)"
+      " Tensor? fallback=None)"
       " -> (Tensor hidden, Tensor shift, Tensor new_scale, Tensor status, Tensor evaluations)");
   m.def(
-      "stable_scale(Tensor delta, Tensor scale, Tensor hidden_down, float eps=0.0,"
-      " bool bisection=False)"
+      "stable_scale(Tensor delta, Tensor scale, Tensor hidden_down, float eps=0.0)"
       " -> (Tensor u, Tensor shift, Tensor new_scale, Tensor status, Tensor evaluations)");
   m.def(
       "patched_linear(Tensor z, Tensor weight, Tensor? u=None, Tensor? v=None, Tensor? bias=None,"

@@ -12,7 +12,6 @@ struct Inversion {
   int64_t rows = 0, n = 0;
   Matrix target, scale, rms, fallback, delta;
   double eps = 0;
-  bool bisection = false;
   void* hidden = nullptr;  // (B, n) contiguous, fp64 or fp32
   bool hidden_is_fp64 = false;
   double* shift = nullptr;         // (B,)

@@ -37,7 +37,6 @@ namespace icl_patch {
 constexpr double kUlp = 0x1p-52;
 constexpr double kInfinity = __builtin_huge_val();
 constexpr int32_t kMaxEvaluations = 64;
-constexpr int32_t kBisectionSteps = 64;
 
 enum Status : int8_t { kEasy, kHard, kUnreachable, kNonfinite, kBadRadius, kNoConvergence };
 
@@ -287,16 +286,6 @@ ICL_PATCH_INLINE double squares_at(const Row& row, double s, double pole) {
   return pole > 0 ? off_pole.value + pole / (s * s) : off_pole.value;
 }
 
-template <class Row>
-ICL_PATCH_INLINE Root bisect(const Row& row, Secular f) {
-  f.lo = larger(larger(f.lo, f.hi * 0x1p-900), 0x1p-1022);
-  for (int step = 0; step < kBisectionSteps; ++step) {
-    const double s = std::sqrt(f.lo) * std::sqrt(f.hi);
-    (squares_at(row, s, f.pole) > f.target ? f.lo : f.hi) = s;
-  }
-  return {f.hi, kBisectionSteps, true};
-}
-
 // ---- a row from beginning to end ----
 
 struct Radius {
@@ -391,7 +380,7 @@ ICL_PATCH_INLINE double scaling_power(double largest) {
 }
 
 template <class Row>
-ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bisection) {
+ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius) {
   using V = typename Row::Value;
   const auto extent =
       row.template sum_inputs<Extent>([](auto& sum, const auto& at) { sum.add(at.m(), at.g()); });
@@ -419,8 +408,7 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bis
     direction = pole_direction(row, smallest, std::sqrt(left_over));
     norm2 = beyond + left_over;
   } else {
-    root = bisection ? bisect(row, equation)
-                     : find_root(row, equation, first_guess(equation, smallest));
+    root = find_root(row, equation, first_guess(equation, smallest));
     // fp32 does not see the last ulps.
     if (row.is_fp64()) norm2 = squares_at(row, root.s, equation.pole);
   }
@@ -487,7 +475,7 @@ struct UpdateSums {
 };
 
 template <class Row>
-ICL_PATCH_INLINE Outcome update_row(Row& row, int64_t n, double eps, bool bisection) {
+ICL_PATCH_INLINE Outcome update_row(Row& row, int64_t n, double eps) {
   using V = typename Row::Value;
   const auto sums = row.template sum_inputs<UpdateSums>([](auto& sum, const auto& at) {
     const V h = at.fallback(), m = at.scale();
@@ -513,7 +501,7 @@ ICL_PATCH_INLINE Outcome update_row(Row& row, int64_t n, double eps, bool bisect
   update.floor = kScaleFloor * std::sqrt(size / n);
   row.set_update(update);
   // h = 0 has no RMS to preserve, so any radius will do.
-  return invert_row(row, n, Radius{mean > 0 ? std::sqrt(mean) : 1, eps}, bisection);
+  return invert_row(row, n, Radius{mean > 0 ? std::sqrt(mean) : 1, eps});
 }
 
 }  // namespace icl_patch

@@ -259,8 +259,8 @@ void invert_rows(const Inversion& call, int64_t begin, int64_t end) {
   for (int64_t b = begin; b < end; ++b) {
     CpuRow row(call, b, scratch.get(), padded);
     const Outcome outcome =
-        call.delta.data ? update_row(row, call.n, call.eps, call.bisection)
-                        : invert_row(row, call.n, {call.rms.at(b, 0), call.eps}, call.bisection);
+        call.delta.data ? update_row(row, call.n, call.eps)
+                        : invert_row(row, call.n, {call.rms.at(b, 0), call.eps});
     call.shift[b] = outcome.shift;
     call.status[b] = outcome.status;
     call.evaluations[b] = outcome.evaluations;

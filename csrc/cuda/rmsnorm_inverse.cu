@@ -262,9 +262,9 @@ __global__ __launch_bounds__(kThreads, 512 / kThreads) void invert_kernel(
   BlockRow<kThreads, kItems, kStorage, kUpdate> row(call, b);
   Outcome outcome;
   if (kUpdate) {
-    outcome = update_row(row, call.n, call.eps, call.bisection);
+    outcome = update_row(row, call.n, call.eps);
   } else {
-    outcome = invert_row(row, call.n, {call.rms.at(b, 0), call.eps}, call.bisection);
+    outcome = invert_row(row, call.n, {call.rms.at(b, 0), call.eps});
   }
   if (threadIdx.x == 0) {
     call.shift[b] = outcome.shift;

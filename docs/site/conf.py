@@ -19,7 +19,7 @@ NAVIGATION = {
         "docs/usage",
         "Static patches <docs/static>",
         "docs/models",
-        "Many prompts <docs/scale>",
+        "Many prompts, many devices <docs/scale>",
         "docs/batch_invariance",
     ],
     "How it works": ["docs/how_it_works", "docs/glossary"],
@@ -45,7 +45,7 @@ NAVIGATION = {
     ],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
-"""Captions and pages; a pattern may match none."""
+"""Captions and pages."""
 
 PICTURE = re.compile(
     r"<picture>.*?srcset=\"(?P<dark>\S+)\".*?alt=\"(?P<alt>.*?)\".*?src=\"(?P<light>\S+)\""

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from linear_regression import rounded
-from real_page import table, wrapped
+from figure_page import rounded, table, wrapped
 from real_prompts import Prompt, ids_of, prompts, read
 from torch import Tensor
 from transformers import DynamicCache

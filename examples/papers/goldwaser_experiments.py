@@ -21,7 +21,7 @@ from icl_patch.evaluation.baseline import baseline, over_columns
 from icl_patch.evaluation.loading import MARS_PROMPT, encode_inputs, load_model
 from icl_patch.evaluation.verify import VerifiedToken
 from icl_patch.patch.serialization import UPDATES
-from icl_patch.recording.replay import prefix_cache, run_kept
+from icl_patch.recording.passes import prefix_cache, run_kept
 from icl_patch.recording.sequences import absorb_all_but_last
 
 # Contexts for models that follow instructions, that of the paper's Figure 3 first.
@@ -367,7 +367,6 @@ def how_held(subject: Subject, sizes: Sizes) -> dict[str, Any]:
             ]
     return {
         "generations": len(contexts),
-        "bin_edges_log10": bin_edges(),
         "groups": groups,
         "untouched": same,
     }
@@ -390,24 +389,11 @@ def until_end(steps: list[VerifiedToken], end: set[int]) -> list[VerifiedToken]:
     return steps[: last + 1]
 
 
-# Bins of a decimal logarithm: four a decade; exact zeros are counted apart.
-_FIRST, _LAST, _A_DECADE = -10, 1, 4
-
-
-def bin_edges() -> list[float]:
-    """The edges of :func:`distribution`'s histogram, as decimal logarithms."""
-    return [_FIRST + place / _A_DECADE for place in range((_LAST - _FIRST) * _A_DECADE + 1)]
-
-
 def distribution(values: Tensor) -> dict[str, Any]:
-    """How errors (N,) are distributed: quantiles, a histogram of their decimal logarithm, and the
-    shares that have none.
-
-    ``zero`` is the share that is exactly 0, ``not_finite`` that of NaN and infinity, which the
-    quantiles leave out.
+    """How errors (N,) are distributed: quantiles of those that are finite, and the shares that are
+    exactly 0 and that are not finite.
     """
     finite = values[values.isfinite()]
-    logs = finite[finite > 0].log10().clamp(_FIRST, _LAST - 1e-9)
     points = (
         torch.quantile(finite, torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=finite.dtype)).tolist()
         if len(finite)
@@ -417,11 +403,6 @@ def distribution(values: Tensor) -> dict[str, Any]:
         **dict(zip(("min", "lower", "median", "upper", "max"), points, strict=True)),
         "zero": float((values == 0).double().mean()),
         "not_finite": 1 - len(finite) / len(values),
-        "histogram": (
-            torch.histc(logs, bins=(_LAST - _FIRST) * _A_DECADE, min=_FIRST, max=_LAST)
-            .int()
-            .tolist()
-        ),
     }
 
 

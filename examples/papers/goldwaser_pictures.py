@@ -2,12 +2,12 @@
 holds them beside the paper's claims.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from figure_page import FigurePage, table
 from goldwaser_experiments import LAZY, MERGED
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -37,9 +37,9 @@ _TOP, _LOWEST = 30.0, -14  # of the logarithmic axes; the exponent is that of th
 
 
 def draw(name: str, numbers: dict[str, Any], path: Path) -> None:
-    """Draw a figure from the numbers of :mod:`goldwaser_experiments` as ``path``.png."""
+    """Draw a figure from the numbers of :mod:`goldwaser_experiments`."""
     figure = {"5": _figure_5, "held": _held}[name](numbers)
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -180,46 +180,21 @@ def _answers(axis: Axes, right: dict[str, dict[str, float]]) -> None:
     axis.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _violins(axis: Axes, groups: list[dict[str, Any]], measure: str, edges: list[float]) -> None:
-    """A histogram of the decimal logarithm for each group, mirrored; zeros and values that are not
-    finite in places of their own.
+def _boxes(axis: Axes, groups: list[dict[str, Any]], measure: str) -> None:
+    """A line from the smallest to the largest value of each group, a bar for the middle half, and
+    the median.
     """
-    zero = _logarithmic(axis, int(edges[0]))
+    zero = _logarithmic(axis, -10)
     for place, group in enumerate(groups):
         found, color = group[measure], COLOURS[group["update"]]
-        widths = [count / group["tokens"] for count in found["histogram"]]
-        scale = 0.42 / max(*widths, found["zero"], 1e-9)
-        for low, high, width in zip(edges[:-1], edges[1:], widths, strict=True):
-            if width:
-                extent = {"height": 10**high - 10**low, "left": place - width * scale}
-                axis.barh(
-                    10**low,
-                    2 * width * scale,
-                    **extent,
-                    align="edge",
-                    color=color,
-                    alpha=0.75,
-                    linewidth=0,
-                )
-        if found["zero"]:
-            width, low = found["zero"] * scale, zero / 2
-            axis.barh(
-                low,
-                2 * width,
-                3 * low,
-                place - width,
-                align="edge",
-                color=color,
-                alpha=0.75,
-                linewidth=0,
+        if found["median"] is not None:
+            least, lower, median, upper, most = (
+                max(found[name], 1e-10) if found[name] else zero
+                for name in ("min", "lower", "median", "upper", "max")
             )
-        if found["median"]:
-            axis.plot(
-                [place - 0.3, place + 0.3],
-                [max(found["median"], 10 ** edges[0])] * 2,
-                color="black",
-                linewidth=1.3,
-            )
+            axis.vlines(place, least, most, color=color, linewidth=2)
+            axis.vlines(place, lower, upper, color=color, linewidth=18, alpha=0.6)
+            axis.hlines(median, place - 0.3, place + 0.3, color="black", linewidth=1.3)
         if found["not_finite"]:
             axis.text(place, _TOP / 1.3, "∞", ha="center", va="top", color="red", fontsize=13)
     axis.set_xlim(-0.6, len(groups) - 0.4)
@@ -265,7 +240,7 @@ def _held(numbers: dict[str, Any]) -> Figure:
     figure, axes = plt.subplots(
         2, 1, sharex=True, figsize=(13, 9), layout="constrained", height_ratios=(3, 2)
     )
-    _violins(axes[0], groups, "linf", numbers["bin_edges_log10"])
+    _boxes(axes[0], groups, "linf")
     _agreement(axes[1], groups)
     each = len(groups) // len(names)
     labels = [name.replace(", ", ",\n", 1).replace("before it", "\nbefore it") for name in names]
@@ -277,7 +252,7 @@ def _held(numbers: dict[str, Any]) -> Figure:
         plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.75, label=f"{update}, bf16")
         for update, color in COLOURS.items()
     ]
-    handles.append(plt.Line2D([], [], color="black", label="median"))
+    handles.append(plt.Line2D([], [], color="black", label="median; the middle half; all"))
     handles.append(_paper_handle())
     figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
     return figure
@@ -354,10 +329,7 @@ def _images(numbers: dict[str, Any]) -> str:
 
 def held_table(numbers: dict[str, Any]) -> str:
     """Agreement and median L∞ by how the patch is held, as a Markdown table."""
-    lines = [
-        "| dtype | the patch is held | " + " | ".join(COLOURS) + " |",
-        "|---|---|" + "---|" * len(COLOURS),
-    ]
+    rows = []
     for dtype in dtypes_of(numbers["groups"]):
         names = dict.fromkeys(
             group["held"] for group in numbers["groups"] if group["dtype"] == dtype
@@ -366,51 +338,37 @@ def held_table(numbers: dict[str, Any]) -> str:
             cells = []
             for update in COLOURS:
                 group = _of(numbers["groups"], dtype=dtype, update=update, held=name)
-                beyond = (
-                    f", {percent(group['linf']['not_finite'])} not finite"
-                    if group["linf"]["not_finite"]
-                    else ""
-                )
-                cells.append(
-                    f"{percent(group['token_match'])}, {_short(group['linf']['median'])}{beyond}"
-                )
-            lines.append(f"| {DTYPES[dtype]} | {name} | " + " | ".join(cells) + " |")
-        same = _of(numbers["untouched"], dtype=dtype)
-        shown = f"{percent(same['token_match'])}, {_short(same['linf']['median'])}"
-        lines.append(
-            f"| {DTYPES[dtype]} | no patch: the untouched model, one pass against token by token |"
-            f" {shown} | | |"
-        )
-    return "\n".join(lines)
+                beyond = group["linf"]["not_finite"]
+                cells.append(_agreeing(group) + (f", {percent(beyond)} not finite" * bool(beyond)))
+            rows.append([DTYPES[dtype], name, *cells])
+        same = _agreeing(_of(numbers["untouched"], dtype=dtype))
+        itself = "no patch: the untouched model, one pass against token by token"
+        rows.append([DTYPES[dtype], itself, same, "", ""])
+    return table(["dtype", "the patch is held", *COLOURS], rows)
+
+
+def _agreeing(group: dict[str, Any]) -> str:
+    return f"{percent(group['token_match'])}, {_short(group['linf']['median'])}"
 
 
 def _short(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-def write_page(folder: Path, notes: str) -> None:
-    """Write ``context-parameter-equivalence.md``: the notes, then each figure found in the folder
-    with claim, numbers and command.
-    """
-    found = {name: folder / f"goldwaser-{name}.json" for name in TITLES}
-    numbers = {
-        name: json.loads(path.read_text(encoding="utf-8"))
-        for name, path in found.items()
-        if path.exists()
-    }
-    parts = ["# The experiments of Goldwaser et al.", notes]
-    for name, figure in numbers.items():
-        stem = found[name].stem
-        parts += [
-            f"## {TITLES[name]}",
-            f"![{TITLES[name]}]({stem}.png)",
-            (
-                f"- The paper: {CLAIMS[name]}.\n- Measured: {figure['measured']}.\n- Numbers:"
-                f" [{stem}.json]({stem}.json)\n- Command: `{figure['command']}`"
-            ),
-        ]
-        if name == "held":
-            parts.append("Share of tokens that agree, and median L∞:\n\n" + held_table(figure))
-    (folder / "context-parameter-equivalence.md").write_text(
-        "\n\n".join(parts) + "\n", encoding="utf-8"
-    )
+def _more(name: str, numbers: dict[str, Any]) -> str:
+    if name != "held":
+        return ""
+    return "Share of tokens that agree, and median L∞:\n\n" + held_table(numbers)
+
+
+PAGE = FigurePage(
+    "context-parameter-equivalence.md",
+    "The experiments of Goldwaser et al.",
+    Path(__file__).with_name("goldwaser_notes.md"),
+    CLAIMS,
+    TITLES.__getitem__,
+    "goldwaser-{}".format,
+    draw,
+    measured,
+    _more,
+)

@@ -62,7 +62,6 @@ def grown(results: Named) -> dict[str, Any]:
         "steps": np.quantile(steps, [0.25, 0.5, 0.75], axis=1).T.tolist(),
         "smaller": float(smaller.mean()),
         "smaller_by_task": [min(by_task).item(), max(by_task).item()],
-        "last_to_second": float(np.median(steps[-1] / steps[1])),
         "right": right.mean(1).tolist(),
     }
 

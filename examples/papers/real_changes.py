@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.analysis.dynamics import Trajectory
 from icl_patch.patch.parameter_changes import parameter_changes
-from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_model import AttachedModel
+from icl_patch.recording.passes import observe
 from icl_patch.recording.sequences import assemble
 
 SHARES = (0.5, 0.9, 0.99)

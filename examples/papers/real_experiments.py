@@ -21,7 +21,7 @@ from typing import Any
 import real_change_statistics as of_changes
 import real_statistics as statistics
 import torch
-from linear_regression import rounded
+from figure_page import rounded
 from real_fidelity import KEPT
 from real_page import write_page
 from real_pictures import draw
@@ -82,7 +82,6 @@ def redraw(folder: Path) -> None:
 def collect(subject: Subject, store: Store) -> dict[str, Any]:
     """The page's numbers from all results."""
     named = {dtype: _prompts(subject, store, dtype) for dtype in subject.sizes.dtypes}
-    questions = {p.name: len(p.question) for p in subject.prompts}
     first = next(iter(named.values()))
     weights = store.load("weights")
     found: dict[str, Any] = {
@@ -104,9 +103,7 @@ def collect(subject: Subject, store: Store) -> dict[str, Any]:
         "by_prompt": statistics.by_prompt,
         "by_kind": lambda results: statistics.by_kind(results, tuple(KINDS)),
         "by_place": statistics.by_place,
-        "by_part": lambda results: statistics.by_part(results, questions),
         "by_block": statistics.by_block,
-        "channels": statistics.channels,
         "lost": lambda results: {run: statistics.lost(results, run) for run in ("stable", KEPT)},
         "control": statistics.control,
     }.items():

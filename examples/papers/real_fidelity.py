@@ -16,10 +16,9 @@ from icl_patch import ContextPatcher, metrics
 from icl_patch.models import kv_cache
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording import forward_passes
-from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.compute import Computation
+from icl_patch.recording.passes import Computation, observe
 from icl_patch.recording.sequences import Sequences, assemble
 
 KEPT = "stable, first token kept"
@@ -90,8 +89,6 @@ def measure(
     found: Arrays = {"margin": _margin(target.logits)}
     for name, outcome in outcomes.items():
         found |= {f"{name}/{key}": value for key, value in errors(outcome, target).items()}
-    found["channels"] = _by_channel(outcomes["stable"], target)
-    found["size"] = target.blocks.square().mean(1).numpy()
     for name, computation in computations.items():
         found |= {f"{name}/{key}": value for key, value in conditions(computation).items()}
     return found
@@ -152,14 +149,6 @@ def _margin(logits: Tensor) -> np.ndarray:
     """How far the most likely token is ahead, relative to the largest logit: (T,)."""
     top = logits.float().topk(2, -1).values
     return ((top[:, 0] - top[:, 1]) / logits.float().abs().amax(-1)).numpy()
-
-
-def _by_channel(outcome: Outcome, target: Outcome) -> np.ndarray:
-    """The mean squared error of each block's output by channel, relative to the token's mean
-    square: (L, d).
-    """
-    off = (outcome.blocks - target.blocks).square()
-    return (off / target.blocks.square().sum(-1, keepdim=True)).mean(1).numpy()
 
 
 def conditions(computation: Computation) -> Arrays:

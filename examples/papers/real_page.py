@@ -1,10 +1,10 @@
 """The page on a pretrained model: ``real_model_notes.md`` with every number from the data."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from figure_page import table, wrapped
 from goldwaser_experiments import LAZY
 from goldwaser_pictures import DTYPES, PAPER
 from real_fidelity import KEPT, NOISE, RUNS
@@ -23,29 +23,6 @@ def write_page(folder: Path, numbers: dict[str, Any]) -> None:
     about = conclusions.read_text(encoding="utf-8") if conclusions.exists() else ""
     notes = NOTES.read_text(encoding="utf-8").replace("{conclusions}", about)
     (folder / PAGE).write_text(wrapped(notes.format(**values(numbers))), encoding="utf-8")
-
-
-def wrapped(text: str) -> str:
-    """Markdown with its paragraphs and list entries filled to 100 characters a line."""
-    parts = []
-    for part in text.strip().split("\n\n"):
-        if part.startswith("- "):
-            entries = part[2:].split("\n- ")
-            parts.append("\n".join(_filled("- " + entry, "  ") for entry in entries))
-        else:
-            parts.append(part if part.startswith(("#", "|", "    ", "!")) else _filled(part, ""))
-    return "\n\n".join(parts) + "\n"
-
-
-def _filled(text: str, indent: str) -> str:
-    options: Any = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(" ".join(text.split()), 100, subsequent_indent=indent, **options)
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def values(numbers: dict[str, Any]) -> dict[str, str]:
@@ -87,10 +64,15 @@ def _interval(entry: dict[str, Any]) -> str:
     return percent(entry["share"]) + ("" if low == high else f" ({low} to {high})")
 
 
+def runs_shown(numbers: dict[str, Any]) -> list[str]:
+    """All but direct where it has the errors of stable, because no norm's scale writes."""
+    return [run for run in RUNS if run != "direct" or not numbers["direct_is_stable"]]
+
+
 def _agreement(numbers: dict[str, Any]) -> str:
     rows = []
     for dtype, found in numbers["agreement"].items():
-        for run in RUNS:
+        for run in runs_shown(numbers):
             entry = found[run]
             errors = [format_value(entry["linf"][i]) for i in (0, 1, 3)]
             rows.append(
@@ -110,21 +92,18 @@ def _agreement(numbers: dict[str, Any]) -> str:
 
 def _paper(numbers: dict[str, Any]) -> str:
     """Our shares beside the paper's."""
-    paper = {("float32", "direct"): "“perfect token matching”"}
-    paper |= {place: f"{value} %" for place, value in PAPER.items()}
     rows = []
-    for dtype, found in numbers["agreement"].items():
-        for update in ("direct", "stable", "exact"):
-            many = _interval(found[update]["match"])
-            measured = "stable" if update == "direct" and numbers["direct_is_stable"] else update
+    for (dtype, update), claim in PAPER.items():
+        if found := numbers["agreement"].get(dtype):
+            measured = "stable" if numbers["direct_is_stable"] else update
             single = {
                 curve["held"] == LAZY: percent(curve["match"])
                 for curve in numbers["protocol"][dtype]["curves"]
                 if not curve["kept"] and curve["update"] == measured
             }
-            claim = paper.get((dtype, update), "")
             cells = [single.get(lazy, "") for lazy in (True, False)]
-            rows.append([DTYPES[dtype], update, claim, many, *cells])
+            many = _interval(found[update]["match"])
+            rows.append([DTYPES[dtype], update, f"{claim} %", many, *cells])
     columns = ["dtype", "update", "the paper, Gemma 3 1B", "many kept tokens"]
     return table([*columns, "one token at a time", "the same, merged into the weights"], rows)
 
@@ -139,7 +118,6 @@ def _agreeing(numbers: dict[str, Any]) -> dict[str, str]:
     low = _low(numbers, "agreement")
     exact = [entry["exact"] for entry in found.values()]
     identical = sum(round(x["identical"]["share"] * x["tokens"]) for x in exact)
-    parts = _low(numbers, "by_part")
     return {
         "exact_tokens": str(sum(x["tokens"] for x in exact)),
         "exact_identical": str(identical),
@@ -159,8 +137,6 @@ def _agreeing(numbers: dict[str, Any]) -> dict[str, str]:
         "lost_margin": format_value(lost["stable"]["margin"]),
         "margin": format_value(lost["stable"]["margin_of_all"]),
         "lost_linf": format_value(lost["stable"]["linf"]),
-        "question_match": percent(parts["question"]["stable"]["match"]),
-        "answer_match": percent(parts["answer"]["stable"]["match"]),
         "kinds": ", ".join(
             f"{kind} {percent(found['stable'])}" for kind, found in _low(numbers, "by_kind").items()
         ),
@@ -178,9 +154,7 @@ def _rule_of_three(prompts: int) -> str:
 
 def _errors(numbers: dict[str, Any]) -> dict[str, str]:
     blocks, growth = _low(numbers, "by_block"), numbers["disturbed"]
-    channels = _low(numbers, "channels")
     lengths = _low(numbers, "by_length")
-    peak = max(range(len(channels["error"]["share"])), key=lambda i: channels["error"]["share"][i])
     ends = {name: f"{values[-1][1]:.2g}" for name, values in growth.items()}
     last = {run: [format_value(x) for x in blocks[run][-1]] for run in ("stable", KEPT, "no cache")}
     alike = _low(numbers, "rounded_alike")
@@ -196,12 +170,6 @@ def _errors(numbers: dict[str, Any]) -> dict[str, str]:
             [[name, *(f"{x:.2g}" for x in rows[-1])] for name, rows in growth.items()],
         ),
         **{f"last_{i}_{_word(run)}": x[i] for run, x in last.items() for i in (0, 1)},
-        "peak_block": str(peak),
-        "peak_channel": str(channels["error"]["channel"][peak]),
-        "peak_share": percent(channels["error"]["share"][peak]),
-        "size_channels": ", ".join(map(str, dict.fromkeys(channels["size"]["channel"]))),
-        "size_share": percent(max(channels["size"]["share"])),
-        "error_share_last": percent(channels["error"]["share"][-1]),
         "shortest": str(lengths["stable"][0]["length"]),
         "longest": str(lengths["stable"][-1]["length"]),
         **{
@@ -214,25 +182,28 @@ def _errors(numbers: dict[str, Any]) -> dict[str, str]:
 
 def _word(run: str) -> str:
     """A run's name as a part of a placeholder's."""
-    return "kept" if run == KEPT else run.replace(" ", "_")
+    return "kept" if run == KEPT else run.replace(" ", "_").replace("-", "_")
 
 
 def _protocol(numbers: dict[str, Any]) -> dict[str, str]:
-    rows = []
-    for dtype, found in numbers["protocol"].items():
-        for curve in found["curves"]:
-            cells = [percent(curve["match"]), *(format_value(curve["linf"][i]) for i in (0, 3))]
-            kept = "first token kept" if curve["kept"] else "all absorbed"
-            rows.append([DTYPES[dtype], curve["update"], kept, curve["held"], *cells])
-        itself = found["one_pass"]
-        cells = [percent(itself["match"]), *(format_value(itself["linf"][i]) for i in (0, 3))]
-        rows.append([DTYPES[dtype], "no patch", "", "the model in one pass", *cells])
+    found = numbers["protocol"]
+    curves = [
+        [
+            curve["update"],
+            "first token kept" if curve["kept"] else "all absorbed",
+            curve["held"],
+            *(_of_protocol(x["curves"][place]) for x in found.values()),
+        ]
+        for place, curve in enumerate(next(iter(found.values()))["curves"])
+    ]
+    itself = [_of_protocol(x["one_pass"]) for x in found.values()]
+    rows = [*curves, ["no patch", "", "the model in one pass", *itself]]
     first = next(iter(numbers["protocol"].values()))
     low = _low(numbers, "protocol")
     merged = {
         curve["kept"]: percent(curve["match"]) for curve in low["curves"] if curve["held"] != LAZY
     }
-    columns = ["dtype", "update", "context", "held", "same token", "L∞: median", "largest"]
+    columns = ["update", "context", "held", *(DTYPES[dtype] for dtype in found)]
     return {
         "protocol": table(columns, rows),
         "protocol_generations": str(first["generations"]),
@@ -240,6 +211,11 @@ def _protocol(numbers: dict[str, Any]) -> dict[str, str]:
         "merged_absorbed": merged[0],
         "merged_kept": merged[1],
     }
+
+
+def _of_protocol(entry: dict[str, Any]) -> str:
+    """The share of equal tokens, and L∞: median and largest."""
+    return "; ".join([percent(entry["match"]), *(format_value(entry["linf"][i]) for i in (0, 3))])
 
 
 def _changes(numbers: dict[str, Any]) -> dict[str, str]:
@@ -301,10 +277,6 @@ def _growth(numbers: dict[str, Any]) -> dict[str, str]:
 
 
 def _control(numbers: dict[str, Any]) -> dict[str, str]:
-    rows = []
-    for dtype, found in numbers["control"].items():
-        for run, entry in found.items():
-            rows.append([DTYPES[dtype], run, *map(str, entry.values())])
-    columns = ["dtype", "run", "blocks × tokens", "not input-controllable"]
-    columns += ["not output-controllable", "not taken up", "elements missed"]
-    return {"control": table(columns, rows)}
+    found = [entry for runs in numbers["control"].values() for entry in runs.values()]
+    sums = {key: str(sum(entry[key] for entry in found)) for key in list(found[0])[1:]}
+    return {"pairs": str(found[0]["pairs"]), **{_word(key): x for key, x in sums.items()}}

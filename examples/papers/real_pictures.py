@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from real_fidelity import KEPT, NOISE, REPLAYS, RUNS
+from real_page import runs_shown
 
 from icl_patch.evaluation.figures import visible
 
@@ -40,11 +41,6 @@ def draw(numbers: dict[str, Any], folder: Path) -> None:
 
 def _figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     return plt.subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **options)
-
-
-def _runs_drawn(numbers: dict[str, Any]) -> list[str]:
-    """Direct has the same errors as stable unless a norm's scale writes."""
-    return [run for run in RUNS if run != "direct" or not numbers["direct_is_stable"]]
 
 
 def agreement(numbers: dict[str, Any]) -> Figure:
@@ -101,7 +97,7 @@ def dependence(numbers: dict[str, Any]) -> Figure:
     dtypes = list(numbers["by_block"])
     figure, axes = _figure(3, len(dtypes), (4.6 * len(dtypes), 10.5))
     for column, dtype in enumerate(dtypes):
-        for run in _runs_drawn(numbers):
+        for run in runs_shown(numbers):
             style = {"color": COLOURS[run], "label": LABELS[run]}
             blocks = np.array(numbers["by_block"][dtype][run])
             _band(axes[0, column], range(len(blocks)), blocks, **style)
@@ -141,8 +137,8 @@ def _band(axis: Axes, x: Sequence[float], values: np.ndarray, color: str, label:
 
 
 def sensitivity(numbers: dict[str, Any]) -> Figure:
-    """The attention sink, the growth of a disturbance, the channels of largest value and error."""
-    figure, axes = _figure(1, 3, (15, 4.4))
+    """The attention sink, and the growth of a disturbance."""
+    figure, axes = _figure(1, 2, (12, 4.4))
     axis = axes[0, 0]
     low, middle, high = 100 * np.array(numbers["attention"]["by_block"]).T
     axis.plot(middle, color="0.3")
@@ -159,21 +155,6 @@ def sensitivity(numbers: dict[str, Any]) -> Figure:
     axis.set_yscale("log")
     axis.set_xlabel("block")
     axis.set_ylabel("disturbance, relative; 1 after block 0")
-    axis.legend(fontsize=9)
-    dtype = "bfloat16" if "bfloat16" in numbers["channels"] else next(iter(numbers["channels"]))
-    axis, found = axes[0, 2], numbers["channels"][dtype]
-    for key, colour, label in (
-        ("size", "0.4", "of the output: the largest channel's share"),
-        ("error", COLOURS["stable"], "of the stable replay's squared error: the same"),
-    ):
-        axis.plot(found[key]["share"], color=colour, label=label, marker=".")
-        for block, channel in enumerate(found[key]["channel"]):
-            if not block or channel != found[key]["channel"][block - 1]:
-                where = (block, found[key]["share"][block])
-                axis.annotate(str(channel), where, (0, 4), textcoords="offset points", fontsize=7)
-    axis.set_xlabel(f"block ({DTYPES[dtype]}; a number names the channel from there on)")
-    axis.set_ylabel("share of the sum of squares")
-    axis.set_ylim(0, 1)
     axis.legend(fontsize=9)
     for axis in axes[0]:
         axis.grid(alpha=0.3)

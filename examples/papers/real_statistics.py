@@ -32,14 +32,9 @@ def interval(prompts: Sequence[np.ndarray], statistic: Callable[[np.ndarray], An
 
 
 def share(prompts: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The share of tokens for which something holds, with its interval. If it holds for all, at
-    least ``1 - 3/P`` of the prompts are without an exception (the rule of three).
-    """
-    every = np.concatenate(prompts)
-    found = {"share": float(every.mean()), "interval": interval(prompts, np.mean)}
-    if every.all():
-        found["prompts_at_least"] = 1 - 3 / len(prompts)
-    return found
+    """The share of tokens for which something holds, with its interval."""
+    share = float(np.concatenate(prompts).mean())
+    return {"share": share, "interval": interval(prompts, np.mean)}
 
 
 def quantiles(values: np.ndarray) -> list[float]:
@@ -68,7 +63,6 @@ def agreement(results: Named) -> dict[str, Any]:
             "match": share(of_key(results, f"{run}/match")),
             "identical": share(of_key(results, f"{run}/identical")),
             "linf": quantiles(np.concatenate(linf)),
-            "linf_median_interval": interval(linf, np.median),
             "tvd": quantiles(joined(results, f"{run}/tvd")),
         }
     return found
@@ -109,29 +103,6 @@ def _places(results: Named, run: str, start: int, stop: int | None) -> np.ndarra
     return np.concatenate([x[start:stop] for x in of_key(results, f"{run}/linf")])
 
 
-def by_part(results: Named, questions: Mapping[str, int]) -> dict[str, Any]:
-    """The share of equal tokens and the median of L∞ in questions and in answers; the last token
-    of a question predicts the first of the answer, and belongs to it.
-
-    questions: the tokens of each prompt's question.
-    """
-    parts = {
-        "question": {name: slice(None, questions[name] - 1) for name in results},
-        "answer": {name: slice(questions[name] - 1, None) for name in results},
-    }
-    found: dict[str, Any] = {}
-    for part, columns in parts.items():
-
-        def tokens(key: str, columns: dict[str, slice] = columns) -> np.ndarray:
-            return np.concatenate([x[key][columns[name]] for name, x in results.items()])
-
-        found[part] = {"tokens": len(tokens("margin"))}
-        for run in (*REPLAYS, *NOISE[:2]):
-            match, linf = tokens(f"{run}/match"), tokens(f"{run}/linf")
-            found[part][run] = {"match": float(match.mean()), "linf": float(np.median(linf))}
-    return found
-
-
 def by_block(results: Named) -> dict[str, Any]:
     """Median and 90 % quantile of each block's relative error over all tokens."""
     return {
@@ -153,19 +124,6 @@ def by_length(results: Mapping[int, Named]) -> dict[str, Any]:
             for length, named in results.items()
         ]
         for run in (*REPLAYS, *NOISE[:2])
-    }
-
-
-def channels(results: Named) -> dict[str, Any]:
-    """The residual channel with the largest squared error of the stable replay, and that with the
-    largest value, by block: which, and their shares of all channels together.
-    """
-    off = np.mean(of_key(results, "channels"), 0)
-    size = np.mean([x / x.sum(1, keepdims=True) for x in of_key(results, "size")], 0)
-    off = off / np.maximum(off.sum(1, keepdims=True), np.finfo(float).tiny)
-    return {
-        key: {"channel": x.argmax(1).tolist(), "share": x.max(1).tolist()}
-        for key, x in (("error", off), ("size", size))
     }
 
 

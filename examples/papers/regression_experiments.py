@@ -275,7 +275,6 @@ def figure_4(sizes: Sizes, seed: int) -> dict[str, Any]:
         block.without_context(z_ctx[:, :1].expand_as(z_ctx), u, v), tasks.target[:, None]
     )
     aligned, ceiling = alignment(implicit, gd_change)
-    last_step, _ = alignment(implicit[1:], gd_change.diff(dim=1))
     return {
         "rate": rate,
         "sweep_average_loss": {str(key): value for key, value in sweep.items()},
@@ -284,7 +283,6 @@ def figure_4(sizes: Sizes, seed: int) -> dict[str, Any]:
         "implicit_test_loss": mean_and_error(implicit_loss),
         "inner_product": mean_and_error(aligned[:, 1:]),
         "inner_product_ceiling": mean_and_error(ceiling[:, 1:]),
-        "inner_product_with_last_step": mean_and_error(last_step),
     }
 
 

@@ -2,12 +2,12 @@
 them beside the paper's claims.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from figure_page import FigurePage
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -321,22 +321,13 @@ def _converges(found: dict[str, Any]) -> str:
     )
 
 
-def write_page(folder: Path, notes: str) -> None:
-    """Write ``linear-regression.md``: the notes, then each figure found in the folder with its
-    claim, its numbers and its command.
-    """
-    parts = ["# The linear-regression experiments of Dherin et al.", notes]
-    for figure, claim in CLAIMS.items():
-        path = folder / f"{stem(figure)}.json"
-        if not path.exists():
-            continue
-        found = json.loads(path.read_text(encoding="utf-8"))
-        parts += [
-            f"## {title(figure)}",
-            f"![{title(figure)}]({stem(figure)}.png)",
-            (
-                f"- The paper: {claim}.\n- Measured: {found['measured']}.\n"
-                f"- Numbers: [{path.name}]({path.name})\n- Command: `{found['command']}`"
-            ),
-        ]
-    (folder / "linear-regression.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+PAGE = FigurePage(
+    "linear-regression.md",
+    "The linear-regression experiments of Dherin et al.",
+    Path(__file__).with_name("linear_regression_notes.md"),
+    CLAIMS,
+    title,
+    stem,
+    draw,
+    measured,
+)

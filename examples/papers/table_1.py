@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figure_page import table
 
 from icl_patch import ContextPatcher, controllability, metrics
 from icl_patch.bench.results import environment
@@ -197,26 +198,27 @@ def summary(
 
 def page(rows: Sequence[dict[str, Any]], command: str) -> str:
     """The table as a page."""
-    lines = [
-        _HEAD,
-        "| component | lemma | update | families | L∞ | noise floor | bit-identical | controllable:"
-        " input, output |\n" + "|---" * 8 + "|",
-    ]
+    cells = []
     for row in rows:
-        shares = (
-            f"{100 * row['input_controllable']:.0f} %, {100 * row['output_controllable']:.0f} %"
+        shares = (f"{100 * row[f'{side}_controllable']:.0f} %" for side in ("input", "output"))
+        cells.append(
+            [
+                *(row[key] for key in ("component", "statement", "update")),
+                ", ".join(row["families"]),
+                f"{row['linf']:.1e}",
+                format_floor(row["noise_floor"]),
+                f"{100 * row['bit_identical']:.0f} %",
+                ", ".join(shares),
+            ]
         )
-        floor = format_floor(row["noise_floor"])
-        lines[-1] += (
-            f"\n| {row['component']} | {row['statement']} | {row['update']} |"
-            f" {', '.join(row['families'])} | {row['linf']:.1e} | {floor} |"
-            f" {100 * row['bit_identical']:.0f} % | {shares} |"
-        )
-    lines += [
+    columns = ["component", "lemma", "update", "families", "L∞", "noise floor", "bit-identical"]
+    parts = [
+        _HEAD,
+        table([*columns, "controllable: input, output"], cells),
         "- The paper: each component has a perfect implicit update where its condition holds.",
         f"- Numbers: [table-1.json](table-1.json)\n- Command: `{command}`",
     ]
-    return "\n\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

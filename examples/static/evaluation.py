@@ -1,7 +1,6 @@
 """Static patches of a pretrained chat model beside other methods that replace a context.
 
     python examples/static/evaluation.py FOLDER                 # all cells, in bf16, on one thread
-    python examples/static/evaluation.py FOLDER --part 1/2      # half of the tasks
     python examples/static/evaluation.py FOLDER --only few_shot "static patch"
     python examples/static/evaluation.py FOLDER --quick --out build/static/cells.jsonl
 
@@ -411,7 +410,7 @@ _NOT_FITTED = (NONE, CONTEXT, EACH_TOKEN)
 
 
 def cells(few_shot: Sequence[str] = FEW_SHOT, chats: Sequence[str] = CHATS) -> list[Cell]:
-    """All cells, those of the first seed first; the tasks of any two parts are alike."""
+    """All cells, those of the first seed first."""
     tasks = [*(("few_shot", x) for x in few_shot), *(("chats", x) for x in chats)]
     tasks += [("facts", "facts")] if chats else []
     return [
@@ -539,7 +538,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="a causal language model with a chat template")
     parser.add_argument("--out", type=Path, default=OUT, help="the file of the cells")
-    parser.add_argument("--part", default="1/1", help="of the tasks, as 1/2")
     parser.add_argument(
         "--only", nargs="+", default=[], help="kind, task, method, seed: cells with all of these"
     )
@@ -552,10 +550,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = cells()
     if options.quick:
         wanted = [cell for cell in cells(FEW_SHOT[:2], ()) if cell.seed == 0]
-    part, parts = map(int, options.part.split("/"))
-    tasks = list(dict.fromkeys((cell.kind, cell.task) for cell in wanted))
-    own = set(tasks[part - 1 :: parts])
-    wanted = [cell for cell in wanted if (cell.kind, cell.task) in own]
     wanted = [cell for cell in wanted if set(options.only) <= set(cell.key)]
     run(Subject(model, tokenizer, 20 if options.quick else STEPS), wanted, options.out)
 

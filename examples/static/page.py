@@ -43,8 +43,10 @@ contexts, for capitals and comparatives by the accuracy with the context. Since 
 pairs to fit and to test are drawn at random: the lists begin with the words that are best known.
 
 - *context*: the model with its context; *no context*: the model alone.
-- *patch for each token*: the exact patch of this package, which is made for one prompt: the first
-  eight held-out prompts.
+- *patch for each token*: the exact patch of this package, which is made for one prompt. Its shares
+  are of the first eight held-out prompts of each column. Its replays chose the token of the run
+  that each patch was computed from at {same} of {tokens} tokens; the row *context* reads the same
+  prompts in batches, which in bf16 changes some tokens.
 - *static patch*: `static.fit` with its defaults; also with 12 questions.
 - *steering vector*, *task vector*: the mean difference of the residual stream is added, or the mean
   stream with the context put in the question's last token, behind the best of six blocks.
@@ -280,7 +282,9 @@ def page(entries: Sequence[Entry]) -> str:
         "Mean over the few-shot tasks of which the context gets at least half right.\n"
     )
     found = [f"{SECTIONS[name]}\n{make(own)}" for name, (make, own) in parts.items() if own]
-    return HEAD + picture + "".join(found)
+    counts = of(entries, method="patch for each token")
+    same, tokens = (sum(entry[name] for entry in counts) for name in ("same_token", "tokens"))
+    return HEAD.format(same=f"{same:,}", tokens=f"{tokens:,}") + picture + "".join(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,17 +1,16 @@
 """``icl-patch generate``: text from freshly patched weights at every token."""
 
 import argparse
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
 
 if TYPE_CHECKING:
-    from icl_patch.generation.loop import GenerationStep
     from icl_patch.patcher import ContextPatcher
 
 HELP = "generate with freshly patched weights at every token"
 # As in generation.loop, which imports torch.
-LOGITS = ("reduced", "context", "replay")
 MODES = ("auto", "two_pass", "two_stream", "shared_cache")
 
 
@@ -28,12 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_max_new_tokens(parser, 50, "at most N tokens")
     parser.add_argument(
-        "--logits",
-        choices=LOGITS,
-        default="reduced",
-        help="which logits to choose from (default: reduced)",
-    )
-    parser.add_argument(
         "--mode",
         choices=MODES,
         default="auto",
@@ -43,13 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compile",
         action="store_true",
         help="compile the step, in seconds to minutes",
-    )
-    parser.add_argument(
-        "--check-every",
-        type=common.positive,
-        default=0,
-        metavar="N",
-        help="replay every N-th token without the context",
     )
     parser.add_argument(
         "--sample",
@@ -62,46 +48,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generate; 1 if a replay chooses another token."""
+    """Generate."""
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature")
     if options.patch is not None:
         return _with_patch(options)
     model, tokenizer = common.load(options)
     with common.attach(options, model, tokenizer) as patcher:
-        steps = _generate(options, patcher, tokenizer)
-    token_ids = [int(step.token_ids[0]) for step in steps]
+        mode, token_ids = _generate(options, patcher, tokenizer)
     result: dict[str, Any] = {
         "model": str(model.config.name_or_path),
         "update": options.update,
-        "mode": steps[0].mode,
+        "mode": mode,
         "token_ids": token_ids,
         "text": tokenizer.decode(token_ids, skip_special_tokens=True),
     }
-    checks = [
-        {
-            "step": number,
-            "linf": float(step.check.linf[0]),
-            "same_argmax": bool(step.check.same_argmax[0]),
-        }
-        for number, step in enumerate(steps, 1)
-        if step.check is not None
-    ]
-    tables = []
-    if options.check_every:
-        from icl_patch.evaluation.report import table
-
-        result["checks"] = checks
-        rows = [[check["step"], f"{check['linf']:.2g}", check["same_argmax"]] for check in checks]
-        tables.append(table("Replays without the context", ["token", "L∞", "same choice"], rows))
-    common.print_result(options, result, *tables)  # the text has been printed as it came
-    return 0 if all(check["same_argmax"] for check in checks) else 1
+    common.print_result(options, result)  # the text has been printed as it came
+    return 0
 
 
 def _generate(
     options: argparse.Namespace, patcher: "ContextPatcher", tokenizer: Any
-) -> "list[GenerationStep]":
-    """The steps; the text is printed as it comes, or with ``--json`` there is a bar."""
+) -> tuple[str, list[int]]:
+    """How the steps ran, and their tokens; the text is printed as it comes, or with ``--json``
+    there is a bar.
+    """
     from transformers import TextStreamer
 
     from icl_patch.evaluation.loading import default_context, encode_contexts
@@ -117,21 +88,19 @@ def _generate(
             ids.to(model.device),
             context_mask=mask.to(model.device),
             max_new_tokens=options.max_new_tokens,
-            logits=options.logits,
             mode=options.mode,
             compile=options.compile,
-            patches=False,
-            check_every=options.check_every,
             **arguments,
         )
-    if not options.json:
-        return list(coming)
-    steps = []
-    with common.progress_bar("generating") as progress:
+    mode, token_ids = "", []
+    bar: Any = common.progress_bar("generating") if options.json else nullcontext()
+    with bar as progress:
         for step in coming:
-            steps.append(step)
-            progress(len(steps), options.max_new_tokens)
-    return steps
+            mode = step.mode
+            token_ids.append(int(step.token_ids[0]))
+            if progress is not None:
+                progress(len(token_ids), options.max_new_tokens)
+    return mode, token_ids
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -142,13 +111,9 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 def _with_patch(options: argparse.Namespace) -> int:
     """Generate with a patch file: a static patch, or the last token's of one for each token."""
-    from contextlib import ExitStack
-
     prompt = common.prompt_text(options)
-    if prompt is None or options.check_every or options.compile:
-        raise ValueError(
-            "expected --context or --question, and no --check-every or --compile, with --patch"
-        )
+    if prompt is None or options.compile:
+        raise ValueError("expected --context or --question, and no --compile, with --patch")
     header = common.read_header(options)
     import torch
 

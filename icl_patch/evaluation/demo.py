@@ -67,13 +67,15 @@ def patched_answers(
 
 
 def _patched_ids(patcher: ContextPatcher, ids: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
-    """Greedy tokens (B, N), each of them chosen by the replay of its patch, which took two passes
-    and has the unmodified model's logits if it is exact.
+    """Greedy tokens (B, N) by steps of two passes, each replayed: where the replay of its patch on
+    the current token alone prefers another token than the step, this token.
     """
     greedy: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    options: Any = {"logits": "replay", "mode": "two_pass", "patches": False}
-    steps = patcher.generate(ids, context_mask=mask, **greedy, **options)
-    return torch.stack([step.token_ids for step in steps], 1)
+    tokens = []
+    for step in patcher.generate(ids, context_mask=mask, mode="two_pass", **greedy):
+        replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1].argmax(-1)
+        tokens.append(torch.where(replayed == step.logits.argmax(-1), step.token_ids, replayed))
+    return torch.stack(tokens, 1)
 
 
 @torch.no_grad()

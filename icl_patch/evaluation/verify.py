@@ -43,7 +43,7 @@ from icl_patch.patch.serialization import check_update
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.compute import Computation
+from icl_patch.recording.passes import Computation
 from icl_patch.recording.sequences import absorb_all_but_last, check_context, switches, with_media
 from icl_patch.tolerances import noise_limit
 

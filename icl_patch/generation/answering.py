@@ -54,7 +54,7 @@ def answer(
         ids.to(input_device(attached.model)) for ids in split_ids(attached.tokenizer, asked)
     )
     prompt = torch.cat([context_ids, question_ids], 1)
-    options = loop.Options(patches=False, mode="two_pass")  # as the patch below is computed
+    options = loop.Options("two_pass")  # as the patch below is computed
     steps = loop.generate(plans, prompt, None, max_new_tokens, None, options, **arguments)
     token_ids = torch.stack([step.token_ids for step in steps], 1)
     if len(token_ids) != 1:

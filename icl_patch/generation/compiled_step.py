@@ -11,7 +11,6 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.cuda_graph_step import CapturedStep
 from icl_patch.generation.decode_state import DecodeState, RunStep, StepInputs, StepOutput
 from icl_patch.generation.one_pass import DecodeStep
 from icl_patch.generation.plans import StepPlans
@@ -59,24 +58,17 @@ class CompileOptions:
 
 
 class CompiledStep:
-    """A step on buffers of its own, for one number of rows and tokens.
+    """A step ``run`` on buffers of its own, ``inputs``, for one number of rows and tokens.
 
     Args:
         state: a context in a dynamic cache. capacity: the largest number of tokens.
-        return_context_logits: whether the step gives the context stream's logits too.
         options: the compilers.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be put in place.
     """
 
-    def __init__(
-        self,
-        state: DecodeState,
-        capacity: int,
-        return_context_logits: bool,
-        options: CompileOptions,
-    ) -> None:
+    def __init__(self, state: DecodeState, capacity: int, options: CompileOptions) -> None:
         assert isinstance(state.run, DecodeStep)
         current = state.inputs.current
         with torch.inference_mode(False):
@@ -91,17 +83,11 @@ class CompiledStep:
                 length=0,
             )
             step = replace(state.run, inputs=self.inputs)
-            self._return_context_logits = return_context_logits
             self.run: RunStep = step
             if options.inductor:
                 self.run = TracedStep(step.for_compiler())
             if options.cuda_graph:
                 self.run = CapturedStep(self.run, current.device)
-
-    def __call__(self, return_context_logits: bool) -> StepOutput:
-        """Run the current token; it gives all logits that it was made for."""
-        assert self._return_context_logits or not return_context_logits
-        return self.run(self._return_context_logits)
 
     def start_from(self, step_inputs: StepInputs) -> None:
         """Fill the buffers from inputs with a dynamic cache."""
@@ -113,6 +99,44 @@ class CompiledStep:
             self.inputs.mask.zero_()
             self.inputs.mask[:, :length] = step_inputs.mask[:, :length]
             kv_cache.copy_cache(step_inputs.cache, self.inputs.cache, length)
+
+
+class CapturedStep:
+    """A step as a CUDA graph. A few ordinary calls first create everything that is created at first
+    use; then the step is captured, and later calls launch the graph. Its tensors are the same at
+    every call.
+    """
+
+    _WARM_UP = 3
+
+    def __init__(self, run: RunStep, device: torch.device) -> None:
+        self.run, self._device, self._calls = run, device, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: StepOutput | None = None
+
+    def __call__(self) -> StepOutput:
+        """Run the current token."""
+        with torch.cuda.device(self._device):  # streams and graphs are the current one's
+            return self._run_or_replay()
+
+    def _run_or_replay(self) -> StepOutput:
+        self._calls += 1
+        if self._calls <= self._WARM_UP:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                output = self.run()
+            torch.cuda.current_stream().wait_stream(stream)
+            return output
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._output = self.run()
+            self._graph = graph
+        assert self._output is not None
+        self._graph.replay()
+        number = self._calls
+        return replace(self._output, is_overwritten=lambda: number != self._calls)
 
 
 def _filled_cache(state: DecodeState) -> Cache:
@@ -179,7 +203,7 @@ def check_compilable(attached: AttachedModel, options: CompileOptions) -> None:
 
 
 def use_compiled_step(
-    plans: StepPlans, state: DecodeState, options: CompileOptions, *, return_context_logits: bool
+    plans: StepPlans, state: DecodeState, options: CompileOptions
 ) -> Callable[[], None]:
     """Let a context's steps run compiled; the step is taken from ``plans``, or made.
 
@@ -192,16 +216,15 @@ def use_compiled_step(
         len(state.ids),
         capacity,
         state.mode,
-        return_context_logits,
         options,
         state.inputs.current.device,
         _traced_objects(attached.model),
     )
     step = compiled.pop(key, None)
     if step is None:
-        step = CompiledStep(state, capacity, return_context_logits, options)
+        step = CompiledStep(state, capacity, options)
     step.start_from(state.inputs)
-    state.run, state.inputs = step, step.inputs
+    state.run, state.inputs = step.run, step.inputs
 
     def release() -> None:
         # If a generation is abandoned, the garbage collector runs this in any thread: do not wait.

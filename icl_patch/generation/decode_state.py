@@ -85,7 +85,7 @@ class StepOutput:
     """The output of a step.
 
     Attributes:
-        logits: (B, V) of the reduced stream, or (2B, V) of both streams.
+        logits: (B, V) of the reduced stream.
         maybe_infeasible: () bool, whether some block may not be able to take up the context.
         factors, diagnostics: of every block.
         misses: (L, B), the number of elements that an exact factor of each block misses; None for
@@ -103,7 +103,7 @@ class StepOutput:
 
 
 register_dataclass(StepOutput)  # so that a compiled step's output can be flattened
-RunStep = Callable[[bool], StepOutput]  # (return_context_logits,)
+RunStep = Callable[[], StepOutput]
 
 
 @dataclass(eq=False)

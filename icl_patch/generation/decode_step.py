@@ -25,15 +25,15 @@ from icl_patch.generation.one_pass import OnePass
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
-from icl_patch.models.forward import MediaPositions, names_of, over_columns
+from icl_patch.models.forward import MediaPositions, over_columns
 from icl_patch.models.language_model import check_vocabulary
 from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.compute import close_on
 from icl_patch.recording.hooks import paths_of
+from icl_patch.recording.passes import close_on
 from icl_patch.recording.patch_assembly import layers_of_all, report_of_all, scales_of
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
@@ -43,13 +43,12 @@ class DecodeResult:
     """The result of a decode step.
 
     Attributes:
-        logits: (B, V) of the reduced stream. context_logits: (B, V) with the context, or None.
+        logits: (B, V) of the reduced stream.
         make_patch: assembles the patch from the factors that the step left, when it is called.
         mode: how the step ran.
     """
 
     logits: Tensor
-    context_logits: Tensor | None
     make_patch: Callable[[], ContextPatch]
     mode: DecodeMode
 
@@ -64,7 +63,6 @@ def prefill(
     context_mask: Tensor,
     capacity: int,
     *,
-    chunk: int | None = None,
     reserve: bool = True,
     media: MediaPositions | None = None,
     **model_inputs: Any,
@@ -75,17 +73,10 @@ def prefill(
         plan: how the steps run both streams in one pass; None for two passes.
         context_ids, context_mask: (B, C) int64 and bool, left-padded.
         capacity: the maximum number of tokens, C included.
-        chunk: the number of tokens per call, for long contexts; all at once by default. Not for
-            recurrent models, nor with further inputs.
         reserve: whether the cache gets room for later tokens, so that few steps copy it.
         media: positions of the context if there are images in it (M-RoPE).
         model_inputs: further inputs of the model for the context.
     """
-    names = names_of(model_inputs)
-    if chunk is not None and (attached.recurrent or names):
-        why = "of a recurrent model, which goes on by one token a call"
-        why = f"with {', '.join(names)}" if names else why
-        raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
     mode = DecodeMode.TWO_PASS if plan is None else plan.mode
     sequences = absorb_all_but_last(context_ids, context_mask)
@@ -98,7 +89,7 @@ def prefill(
         cache = kv_cache.new_cache(attached.model)
         if columns := head.head_ids.shape[1]:
             further = over_columns(model_inputs, columns)
-            forward_passes.run_head(attached.model, head, cache, chunk=chunk, **further)
+            forward_passes.run_head(attached.model, head, cache, **further)
         if mode is DecodeMode.TWO_STREAM:
             kv_cache.stack_cache(cache, batch)
         if reserve:
@@ -128,15 +119,12 @@ def prefill(
 
 @torch.inference_mode(False)  # the cache is written in place, inside inference mode and outside
 @torch.no_grad()
-def decode_one_token(
-    state: DecodeState, token_ids: Tensor, *, return_context_logits: bool = False
-) -> DecodeResult:
+def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     """Run one token per row, with everything before it absorbed into its weights.
 
     Args:
         state: from :func:`prefill`; it has grown by one token afterwards.
         token_ids: (B,) int64, the current tokens: the context's last, then generated ones.
-        return_context_logits: whether to compute the context stream's logits too.
 
     Returns:
         The logits (B, V) of the next tokens.
@@ -149,10 +137,10 @@ def decode_one_token(
     """
     attached = state.attached
     with attached.attachment.one_pass():
-        return attached.ranks.shared(lambda: _decode(state, token_ids, return_context_logits))
+        return attached.ranks.shared(lambda: _decode(state, token_ids))
 
 
-def _decode(state: DecodeState, token_ids: Tensor, return_context_logits: bool) -> DecodeResult:
+def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     attached = state.attached
     attached.require_attached()
     hooked = () if state.run is None else attached.hooks.current()
@@ -166,18 +154,14 @@ def _decode(state: DecodeState, token_ids: Tensor, return_context_logits: bool) 
         _refill(state)
     if state.run is None or hooked:
         return _two_passes(state)
-    output = state.run(return_context_logits)
+    output = state.run()
     # the step's only synchronisation with the device
     if attached.ranks.any(bool(output.maybe_infeasible)):
         attached.ranks.shared(lambda: _check_feasible(state, output))
         missed = output.misses is not None and bool((output.misses * state.live.T).any())
         if attached.ranks.any(missed):
             return _closed_again(state, output)
-    batch = len(state.ids)
-    exact = output.misses is not None  # both streams have the same logits
-    context_logits = output.logits[:batch] if exact or len(output.logits) > batch else None
-    make_patch = _DeferredPatch(state, output, context_logits)
-    return DecodeResult(output.logits[-batch:], context_logits, make_patch, state.mode)
+    return DecodeResult(output.logits, _DeferredPatch(state, output), state.mode)
 
 
 def _check_feasible(state: DecodeState, output: StepOutput) -> None:
@@ -200,9 +184,7 @@ def _refill(state: DecodeState) -> None:
 def _two_passes(state: DecodeState) -> DecodeResult:
     computation = state.attached.compute_from(state.inputs.cache, state.sequences(), state.live)
     patch = computation.patch
-    assert patch.logits is not None
-    logits = (computation.reduced_logits[:, -1], patch.logits[:, -1])
-    return DecodeResult(*logits, lambda: patch, DecodeMode.TWO_PASS)
+    return DecodeResult(computation.reduced_logits[:, -1], lambda: patch, DecodeMode.TWO_PASS)
 
 
 def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
@@ -215,21 +197,18 @@ def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
     patch = replace(patch, logits=output.logits.unsqueeze(1))
     assert output.activations is not None
     computation = close_on(attached, output.activations, patch, attached.update, state.live)
-    logits = (computation.reduced_logits[:, -1], output.logits)
-    return DecodeResult(*logits, lambda: computation.patch, state.mode)
+    patch = computation.patch
+    return DecodeResult(computation.reduced_logits[:, -1], lambda: patch, state.mode)
 
 
 class _DeferredPatch:
     """Makes the patch of one step when it is called: later, when the state has moved on."""
 
-    def __init__(
-        self, state: DecodeState, output: StepOutput, context_logits: Tensor | None
-    ) -> None:
+    def __init__(self, state: DecodeState, output: StepOutput) -> None:
         self.attached, self.fingerprint = state.attached, state.fingerprint
         self.ids, self.context_mask, self.live = state.tokens, state.context_mask, state.live
         self.media = state.media
         self.output = replace(output, activations=None)  # which only a miss needs
-        self.context_logits = context_logits
         self.blocks = tuple(self.attached.blocks)  # also if it is detached by then
 
     @torch.no_grad()
@@ -242,8 +221,9 @@ class _DeferredPatch:
         factors = zip(self.blocks, output.factors, strict=True)
         layers = tuple(self._of_live_rows(block, layer) for block, layer in factors)
         resolved = [diagnostics.resolve(self.live) for diagnostics in output.diagnostics]
-        logits = None if self.context_logits is None else self.context_logits.unsqueeze(1)
-        arithmetic = MODEL if output.misses is None else BATCH_INVARIANT
+        exact = output.misses is not None  # both streams have the same logits
+        logits = output.logits.unsqueeze(1) if exact else None
+        arithmetic = BATCH_INVARIANT if exact else MODEL
         sequences = sequences_of(self.ids, self.context_mask, self.media)
         patch = self.attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
         if patch.info.fingerprint != self.fingerprint:

@@ -7,13 +7,14 @@ computes, such as a mask, are computed once, in the first region.
 """
 
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.fx.passes.split_module import split_module
 
 from icl_patch.generation.eager_operators import keep_rounding
 
@@ -27,12 +28,17 @@ class _Kind:
     """
 
     def __init__(self, module: fx.GraphModule, eager_rounding: bool) -> None:
+        output = module.graph.output_node()
+        self._is_one_tensor = isinstance(output.args[0], fx.Node)
+        if self._is_one_tensor:  # compilers take graphs that return a tuple
+            output.args = ((output.args[0],),)
+            module.recompile()
         self._module: fx.GraphModule | None = module
         self._eager_rounding = eager_rounding
         self._run: Callable[..., Sequence[Tensor]] | None = None
 
-    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """The outputs, one by one."""
+    def __call__(self, *inputs: Tensor) -> Any:
+        """The output, or a sequence of several."""
         if self._run is None:
             assert self._module is not None
             from torch._dynamo import lookup_backend  # takes seconds
@@ -47,23 +53,18 @@ class _Kind:
             ):
                 self._run = lookup_backend(BACKEND)(self._module, list(inputs))
             self._module = None
-        return self._run(*inputs)
+        outputs = self._run(*inputs)
+        return outputs[0] if self._is_one_tensor else outputs
 
 
-class _Region(NamedTuple):
-    """A part of the graph.
-
-    inputs: tensors with a fixed address, and nodes of earlier regions; outputs: the nodes that
-    later regions or the caller use.
-    """
-
-    run: _Kind
-    inputs: list[Tensor | fx.Node]
-    outputs: list[fx.Node]
-
-
-class Regions:
-    """A graph of operators as compiled regions: ``regions()`` returns its outputs.
+def in_regions(
+    module: fx.GraphModule,
+    blocks: Iterable[nn.Module],
+    *,
+    eager_rounding: bool = False,
+    free: Iterable[int] = (),
+) -> fx.GraphModule:
+    """A graph of operators as one of compiled regions, with the same outputs.
 
     Args:
         module: the graph, without placeholders; its tensors have fixed addresses.
@@ -71,41 +72,34 @@ class Regions:
         eager_rounding: whether the outputs have the bits of the graph's operators, run one by one.
         free: numbers of the outputs whose bits do not matter even so.
     """
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        blocks: Iterable[nn.Module],
-        *,
-        eager_rounding: bool = False,
-        free: Iterable[int] = (),
-    ) -> None:
-        tidy(module)
-        if eager_rounding:
-            outputs: Any = module.graph.output_node().args[0]
-            keep_rounding(module, [outputs[number] for number in free])
-        *nodes, output = module.graph.nodes
-        bounds = [0, *_ends(module, nodes, blocks), len(nodes)]
-        parts = [nodes[start:end] for start, end in pairwise(bounds)]
-        kinds: dict[str, _Kind] = {}
-        storage, written = _storages(module)
-        self._regions = [
-            _region(module, part, kinds, storage, written, eager_rounding)
-            for part in parts
-            if any(node.op != "get_attr" for node in part)
-        ]
-        self._results: list[Any] = [_tensor(module, x) for x in output.args[0]]
-        self.kinds = len(kinds)
-
-    def __call__(self) -> list[Any]:
-        """The graph's outputs."""
-        values: dict[fx.Node, Tensor] = {}
-        for region in self._regions:
-            outputs = region.run(
-                *[values[x] if isinstance(x, fx.Node) else x for x in region.inputs]
-            )
-            values |= zip(region.outputs, outputs, strict=True)
-        return [values[x] if isinstance(x, fx.Node) else x for x in self._results]
+    tidy(module)
+    if eager_rounding:
+        outputs: Any = module.graph.output_node().args[0]
+        keep_rounding(module, [outputs[number] for number in free])
+    nodes = list(module.graph.nodes)
+    ends = _ends(module, nodes[:-1], blocks)
+    region = {node: bisect_right(ends, place) for place, node in enumerate(nodes)}
+    for node, place in _storages(module)[0].items():  # the inputs of a region keep them
+        tensor = _tensor(module, node)
+        node.meta["like"] = tensor if isinstance(tensor, Tensor) else node.meta.get("val")
+        node.meta["storage"] = place
+    # The nodes get names by their operators and places, so that equal regions have equal texts.
+    split = split_module(module, module, region.__getitem__, keep_original_input_name=False)
+    kinds: dict[str, _Kind] = {}
+    for call in split.graph.find_nodes(op="call_module"):
+        name = str(call.target)
+        part = getattr(split, name)
+        given = part.graph.find_nodes(op="placeholder")
+        like = [x.meta["like"] for x in given]
+        # The compiler relies on which inputs are one memory.
+        places = [x.meta["storage"] for x in given]
+        memory = [places.index(place) for place in places]
+        kind = f"{part.graph} {[(x.shape, x.stride(), x.dtype, x.device) for x in like]} {memory}"
+        delattr(split, name)
+        setattr(split, name, kinds.setdefault(kind, _Kind(part, eager_rounding)))
+    # a module looks for its tensors in its own dictionary first
+    vars(split).update({**split._parameters, **split._buffers})
+    return split
 
 
 def tidy(module: fx.GraphModule) -> None:
@@ -212,42 +206,3 @@ def _ends(
             end += 1
         ends.append(end)
     return ends
-
-
-def _region(
-    module: fx.GraphModule,
-    nodes: Sequence[fx.Node],
-    kinds: dict[str, _Kind],
-    storage: dict[fx.Node, Any],
-    written: set[Any],
-    eager_rounding: bool,
-) -> _Region:
-    """The region of these nodes; a new kind of region is added to ``kinds``."""
-    calls = [node for node in nodes if node.op == "call_function"]
-    inside = set(calls)
-    sources = {
-        x: _tensor(module, x) for node in calls for x in node.all_input_nodes if x not in inside
-    }
-    inputs = {
-        x: tensor
-        for x, tensor in sources.items()
-        if isinstance(tensor, Tensor) or x.op != "get_attr"
-    }
-    outputs = [node for node in calls if any(user not in inside for user in node.users)]
-    graph = fx.Graph()
-    copies = {x: graph.placeholder(f"x{number}") for number, x in enumerate(inputs)}
-    copies |= {x: graph.get_attr(str(x.target)) for x in sources if x not in inputs}
-    for node in calls:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        # The name comes from the operator, so that the text of equal regions is equal.
-        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
-    graph.output([copies[x] for x in outputs])
-    like = [x if isinstance(x, Tensor) else x.meta["val"] for x in inputs.values()]
-    kind = f"{graph} {[(x.shape, x.stride(), x.dtype, x.device) for x in like]}"
-    storages = [storage[x] for x in inputs]
-    if any(place in written and storages.count(place) > 1 for place in storages):
-        # The compiler relies on which inputs share written memory, so this region has its own kind.
-        kind += f" {id(nodes)}"
-    if kind not in kinds:
-        kinds[kind] = _Kind(fx.GraphModule(module, graph), eager_rounding)
-    return _Region(kinds[kind], list(inputs.values()), outputs)

@@ -6,7 +6,6 @@ processors, stopping criteria and streamers. The loop is an iterator of steps
 ``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,11 +26,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.generation.compiled_step import CompileOptions, check_compilable, use_compiled_step
-from icl_patch.generation.decode_state import DecodeMode, DecodeState
-from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
+from icl_patch.generation.decode_state import DecodeState
+from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.plans import MODES, StepPlans
-from icl_patch.generation.replay_checks import ReplayCheck, ReplayChecks
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.generation.replay_checks import ReplayChecks
 from icl_patch.models.forward import (
     MediaPositions,
     check_last_type,
@@ -42,12 +40,6 @@ from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
-LOGITS = ("reduced", "context", "replay")
-_MODES_OF_ARITHMETIC = {
-    "auto": "auto",
-    MODEL: DecodeMode.TWO_PASS.value,
-    BATCH_INVARIANT: DecodeMode.SHARED_CACHE.value,
-}
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -62,7 +54,6 @@ class GenerationStep:
         live: (B,) bool, the rows that had not ended before this step; ended: those that have after
             it.
         mode: how the step ran: ``"two_pass"``, ``"two_stream"`` or ``"shared_cache"``.
-        check: the step compared with its replay, if one was requested.
     """
 
     token_ids: Tensor
@@ -71,20 +62,15 @@ class GenerationStep:
     live: Tensor
     ended: Tensor
     mode: str
-    check: ReplayCheck | None
-    _make_patch: Callable[[], ContextPatch] | None = field(repr=False)
+    _make_patch: Callable[[], ContextPatch] = field(repr=False)
 
     @cached_property
     def patch(self) -> ContextPatch:
         """The patch of every row's current token, which gave the new tokens; made at first use.
 
-        It has logits with the context if the step computed them: in two passes, or if tokens are
-        chosen from them.
+        It has logits with the context if the step computed them: in two passes, or if the update is
+        exact.
         """
-        if self._make_patch is None:
-            raise ValueError(
-                "expected patches=True, these steps were generated without their patches"
-            )
         return self._make_patch()
 
 
@@ -94,12 +80,8 @@ class Options:
     :meth:`icl_patch.ContextPatcher.generate`.
     """
 
-    logits: str = "reduced"
     mode: str = "auto"
     compile: bool | str = False
-    patches: bool = True
-    check_every: int = 0
-    prefill_chunk: int | None = None
 
     @property
     def compilers(self) -> CompileOptions:
@@ -107,15 +89,9 @@ class Options:
         return CompileOptions.of(self.compile)
 
     def __post_init__(self) -> None:
-        if self.logits not in LOGITS:
-            raise ValueError(f"expected logits {', '.join(LOGITS)}, got {self.logits!r}")
         if self.mode not in MODES:
             raise ValueError(f"expected mode {', '.join(MODES)}, got {self.mode!r}")
         CompileOptions.of(self.compile)
-        if self.check_every < 0:
-            raise ValueError(f"expected check_every ≥ 0, got {self.check_every}")
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise ValueError(f"expected prefill_chunk ≥ 1, got {self.prefill_chunk}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,30 +112,6 @@ class _Prepared:
     def capacity(self) -> int:
         """The largest number of tokens, the prompt's included."""
         return max(int(self.config.max_length), self.ids.shape[1] + 1)
-
-
-def mode_of(mode: str, arithmetic: str | None, update: str) -> str:
-    """The mode that ``arithmetic``, an option of earlier versions, asks for; warns of it."""
-    if arithmetic is None:
-        return mode
-    if arithmetic not in _MODES_OF_ARITHMETIC:
-        expected = ", ".join(map(repr, _MODES_OF_ARITHMETIC))
-        raise ValueError(f"expected arithmetic {expected}, got {arithmetic!r}")
-    if update != "exact":
-        if arithmetic == BATCH_INVARIANT:
-            raise ValueError(
-                f"expected update 'exact' with arithmetic {arithmetic!r}, got {update!r}"
-            )
-        arithmetic = "auto"
-    wanted = _MODES_OF_ARITHMETIC[arithmetic]
-    warnings.warn(
-        f"arithmetic={arithmetic!r} is deprecated: say mode={wanted!r}",
-        FutureWarning,
-        stacklevel=3,
-    )
-    if "auto" not in (mode, wanted) and mode != wanted:
-        raise ValueError(f"expected mode {wanted!r} with arithmetic {arithmetic!r}, got {mode!r}")
-    return wanted if mode == "auto" else mode
 
 
 # Arguments that transformers' generate adds to the model's inputs.
@@ -392,29 +344,10 @@ def start(plans: StepPlans, prepared: _Prepared, options: Options) -> DecodeStat
         prepared.ids,
         prepared.mask,
         prepared.capacity,
-        chunk=options.prefill_chunk,
         reserve=not compilers,
         media=prepared.media,
         **prepared.model_inputs,
     )
-
-
-@torch.no_grad()
-def _next(
-    state: DecodeState, token_ids: Tensor, options: Options, checks: ReplayChecks
-) -> tuple[DecodeResult, Tensor, ReplayCheck | None]:
-    """The next step: its result, the logits to choose from, and the check if one was requested."""
-    from_context, from_replay = options.logits == "context", options.logits == "replay"
-    checks.steps += 1
-    with checks.timed():
-        result = decode_one_token(state, token_ids, return_context_logits=from_context)
-        due, replayed, check = checks.due, None, None
-        if due or from_replay:
-            replayed = checks.replay(state, result)
-            check = checks.compare(state, result, replayed)
-    logits = result.context_logits if from_context else replayed if from_replay else result.logits
-    assert logits is not None
-    return result, logits, check if options.check_every and due else None
 
 
 def _steps(
@@ -436,7 +369,7 @@ def _loop(
     ranks = plans.attached.ranks
     processors: Any = prepared.processors
     token_ids = prepared.ids[:, -1]
-    checks = ReplayChecks(plans.attached.update == "exact", options.check_every)
+    checks = ReplayChecks(plans.attached.update == "exact")
     ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
     live = torch.ones_like(token_ids, dtype=torch.bool)
     all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
@@ -446,15 +379,14 @@ def _loop(
             plans.attached.agree("the prompt", (prepared.ids, prepared.mask), options=options)
             state = start(plans, prepared, options)
             if options.compilers:
-                context = options.logits == "context"
-                release = use_compiled_step(
-                    plans, state, options.compilers, return_context_logits=context
-                )
+                release = use_compiled_step(plans, state, options.compilers)
         yield None
         while live.any():
-            result, logits, check = _next(state, token_ids, options, checks)
+            with checks.timed():
+                result = decode_one_token(state, token_ids)
+                checks.after(state, result)
             so_far = state.tokens
-            scores = processors(so_far, logits.to(torch.float32, copy=True))
+            scores = processors(so_far, result.logits.to(torch.float32, copy=True))
             chosen = (
                 ranks.same(torch.multinomial(scores.softmax(-1), 1).squeeze(1))
                 if config.do_sample
@@ -467,10 +399,8 @@ def _loop(
             ended = ~live | prepared.criteria(longer, all_scores)
             if streamer is not None:
                 streamer.put(token_ids.cpu())
-            make_patch = result.make_patch if options.patches else None
-            yield GenerationStep(
-                token_ids, logits, scores, live, ended, result.mode.value, check, make_patch
-            )
+            mode, make_patch = result.mode.value, result.make_patch
+            yield GenerationStep(token_ids, result.logits, scores, live, ended, mode, make_patch)
             live = ~ended
             state.keep_live(live)
     finally:

@@ -26,13 +26,11 @@ from icl_patch.models.forward_override import (
     linear_forward,
     overridable,
     plain_linears,
-    what_runs,
 )
 from icl_patch.recording.attached_block import AttachedBlock
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.decode_recorder import DecodeRecorder
-from icl_patch.recording.exact_decode_recorder import ExactDecodeRecorder, close_loops
-from icl_patch.recording.record import recording
+from icl_patch.recording.decode_recorder import DecodeRecorder, ExactDecodeRecorder, close_loops
+from icl_patch.recording.passes import recording
 
 
 class OnePass:
@@ -61,7 +59,6 @@ class OnePass:
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
         self._invariant = InvariantModules(model, mixtures) if self.exact else None
-        self._runs = what_runs(model)
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """Within this context a step runs in its arithmetic: an exact one in the batch-invariant
@@ -73,11 +70,6 @@ class OnePass:
     def mode(self) -> DecodeMode:
         """Its name."""
         return DecodeMode.TWO_STREAM if self.streams is None else DecodeMode.SHARED_CACHE
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the model still runs what it ran when this was made."""
-        return self._runs == what_runs(self.attached.model)
 
     def step(self, step_inputs: StepInputs, batch: int) -> "DecodeStep":
         """A step of B rows that reads ``step_inputs``."""
@@ -127,7 +119,7 @@ class DecodeStep:
             return self
         return replace(self, fused=[], receives_norm_input=frozenset(), for_inductor=True)
 
-    def __call__(self, return_context_logits: bool) -> StepOutput:
+    def __call__(self) -> StepOutput:
         """Run the current token."""
         attached, step_inputs = self.plan.attached, self.inputs
         model: Any = attached.model
@@ -150,9 +142,8 @@ class DecodeStep:
             step_inputs.cache,
             last_logits=1,
         )
-        forwards = self._overrides[return_context_logits]
-        with recording(recorders), self._attention(), forwards, self.plan.arithmetic():
-            logits = model(**model_inputs).logits[:, -1]
+        with recording(recorders), self._attention(), self._overrides, self.plan.arithmetic():
+            logits = model(**model_inputs).logits[-self.batch :, -1]
         misses = close_loops(recorders)
         factors = [recorder.factors for recorder in recorders]
         diagnostics = [recorder.diagnostics for recorder in recorders]
@@ -173,21 +164,20 @@ class DecodeStep:
         return _own_rows(attached.model, OneToken(self.inputs.mask, batch=self.batch))
 
     @cached_property
-    def _overrides(self) -> dict[bool, Overrides]:
-        """All replaced forwards, by whether the logits with the context are needed too."""
+    def _overrides(self) -> Overrides:
+        """All replaced forwards."""
         streams = [] if self.plan.streams is None else self.plan.streams.forwards
-        forwards = [*streams, *self.linears, *self.fused]
-        return {both: Overrides([*forwards, *self._head(both)]) for both in (False, True)}
+        return Overrides([*streams, *self.linears, *self.fused, *self._head()])
 
-    def _head(self, both: bool) -> list[tuple[nn.Module, Forward]]:
-        """The head is the widest matrix of all: it runs only on the rows that need logits,
+    def _head(self) -> list[tuple[nn.Module, Forward]]:
+        """The head is the widest matrix of all: it runs only on the rows without the context,
         (2B, 1, d) -> (B, 1, V).
         """
         head: Any = self.plan.attached.model.get_output_embeddings()
         if not overridable(head):
             return []
         forward = linear_forward(head) if is_plain_linear(head) else head.forward
-        return [(head, forward if both else lambda x: forward(x[-self.batch :]))]
+        return [(head, lambda x: forward(x[-self.batch :]))]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
-from icl_patch.models.forward_override import overridable
+from icl_patch.models.forward_override import overridable, what_runs
 from icl_patch.models.language_model import random_tokens
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.hooks import paths_of
@@ -52,12 +52,13 @@ class StepPlans:
 
     attached: AttachedModel
     compiled: dict[Any, Any] = field(default_factory=dict)
-    _made: dict[DecodeMode, OnePass] = field(default_factory=dict)
+    # with what the model ran then; the reason in place of a plan that it does not allow
+    _tried: dict[DecodeMode, tuple[list[Any], OnePass | str]] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)  # reasons for slower steps
 
     def clear(self) -> None:
         """Forget everything about the model."""
-        self._made.clear()
+        self._tried.clear()
         self.compiled.clear()
 
     def choose(self, mode: str = AUTO, *, compile: bool | str = False) -> OnePass | None:
@@ -142,13 +143,22 @@ class StepPlans:
                 f" both streams: there are some on {paths_of(hooked)}"
             )
         attached.ranks.shared(lambda: _check_batch_invariance(attached, mode))
-        plan = self._made.get(mode)
-        if attached.ranks.any(plan is None or not plan.fresh):
-            self._made.pop(mode, None)
-            plan = self._made[mode] = self._tried(mode)
-        return plan
+        runs, tried = what_runs(attached.model), self._tried.get(mode)
+        if attached.ranks.any(tried is None or tried[0] != runs):
+            tried = None
+        if tried is None:
+            self._tried.pop(mode, None)
+            try:
+                tried = runs, self._try(mode)
+            except UnsupportedModelError as error:
+                self._tried[mode] = runs, str(error)
+                raise
+            self._tried[mode] = tried
+        if isinstance(tried[1], str):
+            raise UnsupportedModelError(tried[1])
+        return tried[1]
 
-    def _tried(self, mode: DecodeMode) -> OnePass:
+    def _try(self, mode: DecodeMode) -> OnePass:
         """A plan of one pass, whose steps on random tokens are their replays."""
         attached, exact = self.attached, self.attached.update == "exact"
         model, uncovered = attached.model, f"mode={mode.value!r} does not cover "

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_state import StepOutput
-from icl_patch.generation.graph_partition import Regions
+from icl_patch.generation.graph_partition import in_regions
 from icl_patch.generation.one_pass import DecodeStep
 
 
@@ -56,10 +56,10 @@ class TracedStep:
         self._leaves: list[Any] = []
         self._tree: Any = None
 
-    def __call__(self, return_context_logits: bool) -> StepOutput:
+    def __call__(self) -> StepOutput:
         """Run the current token."""
         if self._graph is None:
-            return self._trace(return_context_logits)
+            return self._trace()
         if self._compiled:
             tensors = iter(self._graph())
         else:
@@ -70,12 +70,12 @@ class TracedStep:
         output: StepOutput = tree_unflatten(leaves, self._tree)
         return output
 
-    def _trace(self, return_context_logits: bool) -> StepOutput:
+    def _trace(self) -> StepOutput:
         outputs: list[StepOutput] = []
         tensors: list[Tensor] = []
 
         def run() -> list[Tensor]:
-            output = self._step(return_context_logits)
+            output = self._step()
             outputs.append(output)
             leaves, self._tree = tree_flatten(output)
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -89,7 +89,7 @@ class TracedStep:
                 graph = make_fx(run)()
             blocks = self._step.plan.attached.blocks
             free = _free_tensors(outputs[0], tensors)
-            self._graph = Regions(
+            self._graph = in_regions(
                 graph,
                 [block.module for block in blocks],
                 eager_rounding=self._keeps_bits,

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from icl_patch.checks import is_transformed
 from icl_patch.ops import native
 
 backend = os.environ.get("ICL_PATCH_OPS") or "auto"
@@ -40,16 +41,6 @@ def _kernels() -> Any:
             error,
         )
         return None
-
-
-def is_traced() -> bool:
-    """Whether this call is traced into a graph, which later runs on other numbers."""
-    return is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-def is_transformed() -> bool:
-    """Whether ``torch.func`` transforms this call."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def wants_gradients(args: tuple[Any, ...]) -> bool:

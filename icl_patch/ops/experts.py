@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from icl_patch.checks import check_expert_linear
+from icl_patch.checks import check_expert_linear, is_traced, is_transformed
 from icl_patch.ops import reference
-from icl_patch.ops.checks import check_indices
-from icl_patch.ops.dispatch import Op, is_traced, is_transformed
+from icl_patch.ops.dispatch import Op
 
 
 def expert_linear(
@@ -45,13 +44,6 @@ def expert_linear(
     return _expert_linear.native_first(x, weight, expert, bias, out_dtype)
 
 
-def _check(
-    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    check_expert_linear(x, weight, expert, bias, out_dtype)
-    check_indices("expert", expert, 0, len(weight))
-
-
 def _reference(
     x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
@@ -61,7 +53,7 @@ def _reference(
 
 _expert_linear = Op(
     "expert_linear",
-    _check,
+    check_expert_linear,
     _reference,
     native_if=lambda x, weight, *_: 1 in weight.stride()[1:],
 )

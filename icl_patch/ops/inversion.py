@@ -8,8 +8,6 @@ from icl_patch.ops import reference
 from icl_patch.ops.dispatch import native_serves
 from icl_patch.ops.reference import RMSNormInverse, StableScale
 
-_METHODS = ("newton", "bisection")
-
 
 def invert_rmsnorm(
     target: Tensor,
@@ -17,7 +15,6 @@ def invert_rmsnorm(
     rms: Tensor,
     eps: float = 0.0,
     fallback: Tensor | None = None,
-    method: str = "newton",
 ) -> RMSNormInverse:
     """The ``x`` with ``RMS(x) = C`` that minimises ``‖m ⊙ Norm(x) - g‖²``, and the scale ``m'``
     with ``m' ⊙ Norm(x) = g``.
@@ -32,9 +29,6 @@ def invert_rmsnorm(
         eps: the norm's.
         fallback: (B, n), the direction for the coordinates at ``min m²`` when the secular equation
             has no root; usually the norm's present input.
-        method: ``"newton"`` (natively the two-point Gauss model of
-            ``csrc/common/rmsnorm_inverse.h``, which takes about half as many evaluations; Newton on
-            ``1/‖y‖`` in plain torch) or ``"bisection"`` (64 geometric steps).
 
     Returns:
         RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row of bad input gets a
@@ -43,27 +37,25 @@ def invert_rmsnorm(
 
     Raises:
         TypeError: a dtype is not floating.
-        ValueError: a shape, a device, ``eps`` or ``method`` does not fit.
+        ValueError: a shape, a device or ``eps`` does not fit.
 
     Source: Goldwaser et al. (2025), Appendix B.2, with the hard case and the norm's eps added.
     """
-    _check_rows("target", target, scale, eps, method)
+    _check_rows("target", target, scale, eps)
     if rms.shape != target.shape[:1]:
         raise ValueError(f"expected rms ({target.shape[0]},), got {tuple(rms.shape)}")
     if fallback is not None and fallback.shape != target.shape:
         raise ValueError(f"expected fallback {tuple(target.shape)}, got {tuple(fallback.shape)}")
     check_floats(target=target, scale=scale, rms=rms, fallback=fallback)
     if not native_serves(target.device.type):
-        return reference.invert_rmsnorm(target, scale, rms, eps, fallback, method)
+        return reference.invert_rmsnorm(target, scale, rms, eps, fallback)
     with torch.no_grad():
-        parts = torch.ops.icl_patch.invert_rmsnorm(
-            target, scale, rms, eps, fallback, method == "bisection"
-        )
+        parts = torch.ops.icl_patch.invert_rmsnorm(target, scale, rms, eps, fallback)
     return RMSNormInverse(*parts)
 
 
 def stable_scale(
-    delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0, method: str = "newton"
+    delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0
 ) -> StableScale:
     """All of the stable update of ``m ⊙ Norm(h)`` in one launch: ``h_target - h`` and ``m'`` with
     ``m' ⊙ Norm(h_target) = g``.
@@ -78,7 +70,6 @@ def stable_scale(
         scale: m, (d,) or (M, d).
         hidden_down: h, (M, d). A row of zeros has no RMS to keep and gets ``h_target`` of RMS 1.
         eps: the norm's.
-        method: as for :func:`invert_rmsnorm`.
 
     Returns:
         StableScale(u, shift, new_scale, status, evaluations), ``u = h_target - h`` rounded once.
@@ -86,27 +77,25 @@ def stable_scale(
 
     Raises:
         TypeError: a dtype is not floating.
-        ValueError: a shape, a device, ``eps`` or ``method`` does not fit.
+        ValueError: a shape, a device or ``eps`` does not fit.
 
     Source: Goldwaser et al. (2025), Appendix B, with ``Δm = r ⊘ h_norm`` in closed form.
     """
-    _check_rows("delta", delta, scale, eps, method)
+    _check_rows("delta", delta, scale, eps)
     if hidden_down.shape != delta.shape:
         raise ValueError(
             f"expected hidden_down {tuple(delta.shape)}, got {tuple(hidden_down.shape)}"
         )
     check_floats(delta=delta, scale=scale, hidden_down=hidden_down)
     if not native_serves(delta.device.type):
-        return reference.stable_scale(delta, scale, hidden_down, eps, method)
+        return reference.stable_scale(delta, scale, hidden_down, eps)
     with torch.no_grad():
-        parts = torch.ops.icl_patch.stable_scale(
-            delta, scale, hidden_down, eps, method == "bisection"
-        )
+        parts = torch.ops.icl_patch.stable_scale(delta, scale, hidden_down, eps)
     return StableScale(*parts)
 
 
-def _check_rows(name: str, rows: Tensor, scale: Tensor, eps: float, method: str) -> None:
-    """Rows (B, n) with n ≥ 1, the norm's scale and its eps, and the method."""
+def _check_rows(name: str, rows: Tensor, scale: Tensor, eps: float) -> None:
+    """Rows (B, n) with n ≥ 1, the norm's scale and its eps."""
     check_matrix(name, rows)
     batch, n = rows.shape
     if n == 0:
@@ -114,5 +103,3 @@ def _check_rows(name: str, rows: Tensor, scale: Tensor, eps: float, method: str)
     if scale.shape not in ((n,), (batch, n)):
         raise ValueError(f"expected scale ({n},) or ({batch}, {n}), got {tuple(scale.shape)}")
     check_eps(eps)
-    if method not in _METHODS:
-        raise ValueError(f"expected method {' or '.join(map(repr, _METHODS))}, got {method!r}")

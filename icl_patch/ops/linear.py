@@ -14,7 +14,6 @@ from torch import Tensor
 
 from icl_patch.checks import check_add_low_rank, check_patched_linear, check_record_linear
 from icl_patch.ops import native, reference
-from icl_patch.ops.checks import check_indices
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import Op, backend
 
@@ -206,21 +205,6 @@ def add_low_rank(
     return run(y, z, u, v, index, out_dtype)
 
 
-def _check_patched_linear(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-    path: str | None,
-) -> None:
-    check_patched_linear(z, weight, u, v, bias, index, out_dtype, path)
-    if u is not None and index is not None:
-        check_indices("index", index, -1, u.shape[0])
-
-
 def _check_record_linear(
     z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None, **_: Any
 ) -> None:
@@ -228,19 +212,6 @@ def _check_record_linear(
     expected = (len(z_pair) // 2, z_pair.shape[1])
     if v.shape != expected:
         raise ValueError(f"expected a direction of {expected}, got {tuple(v.shape)}")
-
-
-def _check_add_low_rank(
-    y: Tensor,
-    z: Tensor,
-    u: Tensor,
-    v: Tensor,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> None:
-    check_add_low_rank(y, z, u, v, index, out_dtype)
-    if index is not None:
-        check_indices("index", index, -1, u.shape[0])
 
 
 def _reference_patched_linear(
@@ -285,7 +256,7 @@ def _is_native_gemv(z: Tensor, weight: Tensor, *_: Any, path: str, **__: Any) ->
 
 _patched_linear = Op(
     "patched_linear",
-    _check_patched_linear,
+    check_patched_linear,
     _reference_patched_linear,
     native_if=_is_native_gemv,
     triton_if=lambda z, weight, u, *_, path: (
@@ -298,9 +269,9 @@ _record_linear = Op(
     _reference_record_linear,
     native_if=_is_native_gemv,
     triton_if=lambda *_, direction, path: direction.coeff is not None,
-    triton=lambda kernels, z_pair, weight, v, bias, direction, path: kernels.record_linear(
-        z_pair, weight, bias, direction=direction, path=path
-    )[:2],
+    triton=lambda kernels, z_pair, weight, v, bias, direction, path: kernels.record_linears(
+        z_pair, [weight], [bias], direction.coeff, path
+    )[0],
 )
 _record_linears = Op(
     "record_linears",
@@ -311,20 +282,17 @@ _record_linears = Op(
     ],
     native_if=lambda *_, **__: False,
     triton_if=lambda *_, direction: direction.coeff is not None,
-    triton=lambda kernels, z_pair, *maps, direction: [
-        recorded[:2]
-        for recorded in kernels.record_linears(
-            z_pair,
-            maps[::2],
-            maps[1::2],
-            direction=direction,
-            path=product_path(z_pair, len(z_pair) // 2),
-        )
-    ],
+    triton=lambda kernels, z_pair, *maps, direction: kernels.record_linears(
+        z_pair,
+        maps[::2],
+        maps[1::2],
+        direction.coeff,
+        product_path(z_pair, len(z_pair) // 2),
+    ),
 )
 _add_low_rank = Op(
     "add_low_rank",
-    _check_add_low_rank,
+    check_add_low_rank,
     lambda y, z, u, v, index, out_dtype: reference.add_low_rank(
         y, z, u, v, index, out_dtype or y.dtype
     ),

@@ -13,7 +13,6 @@ from torch import Tensor
 from icl_patch.activations import activation_named
 
 ULP = 2.0**-52
-MAX_EVALUATIONS = 64
 BISECTION_STEPS = 64
 
 
@@ -195,116 +194,16 @@ def decode_attention(
     return (y @ v).reshape(rows, heads, v.shape[-1]).to(query.dtype)
 
 
-@dataclass(frozen=True)
-class _Secular:
-    """One batch of secular equations ``φ(s) = Σ (p/(e + s))² = N``, shifted to the nearest pole;
-    all fp64.
-    """
-
-    e: Tensor  # (B, n) distance of m² from its minimum, (a - min a)(a + min a)
-    p: Tensor  # (B, n) |m g|
-    pole: Tensor  # (B, n) where e = 0
-    c1: Tensor  # (B,) Σ p² at the pole
-    target: Tensor  # (B,) N = n r²
-    lo: Tensor  # (B,)
-    hi: Tensor  # (B,)
-    hard: Tensor  # (B,) no root: s = 0
-
-    def sums(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``φ(s)``, ``Σ p²/(e + s)³`` (both with the pole's terms) and ``φ`` without the pole."""
-        usable = (self.p > 0) & ~self.pole
-        inverse = torch.where(usable, 1 / torch.where(usable, self.e + s.unsqueeze(1), 1.0), 0.0)
-        squares = (self.p * inverse).square()
-        r2, r3 = squares.sum(1), (squares * inverse).sum(1)
-        at_pole = self.c1 > 0
-        safe = torch.where(at_pole, s, 1.0)
-        pole2 = torch.where(at_pole, self.c1 / safe.square(), 0.0)
-        return r2 + pole2, r3 + pole2 / safe, r2
-
-
-def _secular(m: Tensor, g: Tensor, target: Tensor) -> _Secular:
-    a = m.abs()
-    smallest = a.amin(1, keepdim=True)
-    e = (a - smallest) * (a + smallest)
-    p = a * g.abs()
-    pole = e == 0
-    root = target.sqrt()
-    c1 = torch.where(pole, p.square(), 0.0).sum(1)
-    total = p.square().sum(1)
-    mean_e = torch.where(
-        total > 0, (p.square() * e).sum(1) / torch.where(total > 0, total, 1.0), 0.0
-    )
-    size = total.sqrt() / root
-    far = (p / root.unsqueeze(1) - e).amax(1)
-    lo = torch.stack([c1.sqrt() / root, far, size - mean_e, torch.zeros_like(size)]).amax(0) * (
-        1 - 16 * ULP
-    )
-    beyond = torch.where((p > 0) & ~pole, p / torch.where(pole, 1.0, e), 0.0).square().sum(1)
-    hard = (c1 == 0) & (beyond <= target * (1 + 8 * ULP))
-    return _Secular(e, p, pole, c1, target, lo, size * (1 + 16 * ULP), hard)
-
-
-def _newton(problem: _Secular) -> tuple[Tensor, Tensor, Tensor]:
-    """Safeguarded Newton on ``1/sqrt(φ)``: shift, evaluations and a flag for rows that did not
-    converge.
-    """
-    lo, hi = problem.lo.clone(), problem.hi.clone()
-    s = torch.where(problem.hard, torch.zeros_like(lo), lo)
-    active = ~problem.hard
-    evaluations = torch.zeros_like(s, dtype=torch.int32)
-    shrink = torch.full_like(s, torch.inf)
-    for _ in range(MAX_EVALUATIONS):
-        if not active.any():
-            break
-        evaluations += active
-        s2, s3, r2 = problem.sums(torch.where(active, s, 1.0))
-        rel = s2 / problem.target - 1
-        active = active & (rel.abs() > 8 * ULP)
-        newton = s + ((s2 / problem.target).sqrt() - 1) * s2 / s3
-        left = rel > 0
-        lo = torch.where(active & left, torch.maximum(lo, s), lo)
-        room = problem.target - r2
-        pole_bound = (problem.c1 / torch.where(room > 0, room, 1.0)).sqrt() * (1 + 16 * ULP)
-        hi = torch.where(
-            active & left & (problem.c1 > 0) & (room > 0), torch.minimum(hi, pole_bound), hi
-        )
-        hi = torch.where(active & ~left, s, hi)
-        x = torch.where(left, torch.maximum(s, newton), torch.maximum(lo, newton))
-        x = torch.minimum(torch.maximum(x, lo), hi)
-        active = active & ((x - s).abs() > 2 * ULP * s)
-        lo = torch.where(active, torch.maximum(lo, x * (1 - 4 * ULP)), lo)
-        width = torch.where(lo > 0, torch.log(hi / torch.where(lo > 0, lo, 1.0)), torch.inf)
-        slow = (lo > 0) & (width > 1.4) & (width > shrink / 2)
-        s = torch.where(active, torch.where(slow, lo.sqrt() * hi.sqrt(), x), s)
-        shrink = torch.where(active, width, shrink)
-    return s, evaluations, active
-
-
-def _bisection(problem: _Secular) -> tuple[Tensor, Tensor, Tensor]:
-    """A fixed number of geometric bisection steps inside the closed-form bracket; same results as
-    :func:`_newton`.
-    """
-    hi = problem.hi.clone()
-    lo = torch.maximum(problem.lo, (hi * 2.0**-900).clamp(min=torch.finfo(hi.dtype).tiny))
-    for _ in range(BISECTION_STEPS):
-        s = lo.sqrt() * hi.sqrt()
-        left = problem.sums(torch.where(problem.hard, 1.0, s))[0] > problem.target
-        lo, hi = torch.where(left, s, lo), torch.where(left, hi, s)
-    s = torch.where(problem.hard, torch.zeros_like(lo), hi)
-    evaluations = torch.where(problem.hard, 0, BISECTION_STEPS).to(torch.int32)
-    return s, evaluations, torch.zeros_like(problem.hard)
-
-
-def _missing_norm(g: Tensor, m: Tensor, problem: _Secular, fallback: Tensor | None) -> Tensor:
+def _missing_norm(g: Tensor, m: Tensor, pole: Tensor, fallback: Tensor | None) -> Tensor:
     """A unit vector on the pole's coordinates, for the norm that the other coordinates leave over:
     along ``fallback`` there, else along ``g``, else the first coordinate.
     """
-    on_pole = torch.where(problem.pole, g, 0.0)
-    first = F.one_hot(problem.pole.to(torch.int8).argmax(1), g.shape[1]).to(g.dtype)
+    on_pole = torch.where(pole, g, 0.0)
+    first = torch.zeros_like(g).scatter(1, pole.to(torch.int8).argmax(1, keepdim=True), 1.0)
     direction = torch.where((on_pole != 0).any(1, keepdim=True), on_pole, first)
     if fallback is not None:
-        share = torch.where(problem.pole, fallback.to(g.dtype), 0.0)
-        needed = problem.pole & (m == 0) & (g != 0) & (share == 0)
+        share = torch.where(pole, fallback.to(g.dtype), 0.0)
+        needed = pole & (m == 0) & (g != 0) & (share == 0)
         usable = share.isfinite().all(1) & (share != 0).any(1) & ~needed.any(1)
         direction = torch.where(usable.unsqueeze(1), share, direction)
     direction = direction / direction.abs().amax(1, keepdim=True)
@@ -312,15 +211,13 @@ def _missing_norm(g: Tensor, m: Tensor, problem: _Secular, fallback: Tensor | No
 
 
 def invert_rmsnorm(
-    target: Tensor,
-    scale: Tensor,
-    rms: Tensor,
-    eps: float = 0.0,
-    fallback: Tensor | None = None,
-    method: str = "newton",
+    target: Tensor, scale: Tensor, rms: Tensor, eps: float = 0.0, fallback: Tensor | None = None
 ) -> RMSNormInverse:
     """The ``x`` of RMS ``C`` that minimises ``‖m ⊙ x/sqrt(C² + eps) - g‖``; see
     :func:`icl_patch.ops.invert_rmsnorm`.
+
+    The secular equation ``φ(s) = Σ (p/(e + s))² = n r²`` is shifted to the nearest pole, and solved
+    by geometric bisection.
     """
     batch, n = target.shape
     m, g, c = scale.double().expand(batch, n), target.double(), rms.double()
@@ -329,35 +226,37 @@ def invert_rmsnorm(
     bad_radius = ~((radius2 > 0) & radius2.isfinite()) & ~nonfinite
     skip = (nonfinite | bad_radius).unsqueeze(1)
     m, g = torch.where(skip, 1.0, m), torch.where(skip, 1.0, g)
-    radius2 = torch.where(skip.squeeze(1), 1.0, radius2)
+    norm2 = n * torch.where(skip.squeeze(1), 1.0, radius2)
 
     power = _power_of_two(m, g)
     m, g = m * power, g * power  # y stays as it is
-    problem = _secular(m, g, n * radius2)
-    s, evaluations, unfinished = _newton(problem) if method == "newton" else _bisection(problem)
+    a = m.abs()
+    smallest = a.amin(1, keepdim=True)
+    e, p = (a - smallest) * (a + smallest), a * g.abs()
+    pole = e == 0
+    weight = torch.where(pole & (p.square() == 0), 0.0, p)  # one that underflows makes no pole
 
-    shifted = problem.e + s.unsqueeze(1)
-    y = torch.where(
-        problem.p > 0,
-        torch.sign(m) * torch.sign(g) * problem.p / torch.where(shifted > 0, shifted, 1.0),
-        0.0,
-    )
-    hard_pole = problem.hard.unsqueeze(1) & problem.pole
-    left_over = (
-        (problem.target - torch.where(hard_pole, 0.0, y).square().sum(1)).clamp(min=0).sqrt()
-    )
-    y = torch.where(hard_pole, left_over.unsqueeze(1) * _missing_norm(g, m, problem, fallback), y)
-    norm2 = y.square().sum(1)
-    y = y * (problem.target / norm2).sqrt().unsqueeze(1)
+    def phi(s: Tensor) -> Tensor:
+        return torch.where(weight > 0, weight / (e + s.unsqueeze(1)), 0.0).square().sum(1)
+
+    hi = p.square().sum(1).sqrt() / norm2.sqrt() * (1 + 16 * ULP)
+    hard = phi(torch.zeros_like(hi)) <= norm2 * (1 + 8 * ULP)  # no root
+    lo = (hi * 2.0**-900).clamp(min=torch.finfo(hi.dtype).tiny)
+    for _ in range(BISECTION_STEPS):
+        s = lo.sqrt() * hi.sqrt()
+        left = phi(s) > norm2
+        lo, hi = torch.where(left, s, lo), torch.where(left, hi, s)
+    s = torch.where(hard, 0.0, hi)
+
+    shifted = e + s.unsqueeze(1)
+    y = torch.sign(m) * torch.sign(g) * p / torch.where(shifted > 0, shifted, 1.0)
+    hard_pole = hard.unsqueeze(1) & pole
+    rest = torch.where(hard_pole, 0.0, y).square().sum(1)
+    left_over = (norm2 - rest).clamp(min=0).sqrt().unsqueeze(1)
+    y = torch.where(hard_pole, left_over * _missing_norm(g, m, pole, fallback), y)
+    y = y * (norm2 / y.square().sum(1)).sqrt().unsqueeze(1)
     quotient = torch.where(y != 0, g / torch.where(y != 0, y, 1.0), m)
     new_scale = torch.where(hard_pole | (m == 0), quotient, shifted / torch.where(m == 0, 1.0, m))
-
-    status = torch.full((batch,), int(InversionStatus.EASY), dtype=torch.int8, device=target.device)
-    status[problem.hard] = int(InversionStatus.HARD)
-    status[((m == 0) & (g != 0) & (y == 0)).any(1)] = int(InversionStatus.UNREACHABLE)
-    status[unfinished] = int(InversionStatus.NO_CONVERGENCE)
-    status[bad_radius] = int(InversionStatus.BAD_RADIUS)
-    status[nonfinite] = int(InversionStatus.NONFINITE)
 
     hidden = y * (c.square() + eps).sqrt().unsqueeze(1)
     new_scale, s = new_scale / power, s / power.squeeze(1) / power.squeeze(1)
@@ -367,10 +266,17 @@ def invert_rmsnorm(
     hidden, new_scale = (
         x.masked_fill(nonfinite.unsqueeze(1), torch.nan) for x in (hidden, new_scale)
     )
-    evaluations = evaluations.masked_fill(skip.squeeze(1), 0)
-    hidden = hidden.to(torch.float64 if target.dtype == torch.float64 else torch.float32)
+    evaluations = torch.where(hard | skip.squeeze(1), 0, BISECTION_STEPS).to(torch.int32)
+    hidden = hidden.to(accumulation_dtype(target))
     beyond = ~(hidden.isfinite().all(1) & new_scale.isfinite().all(1) & shift.isfinite())
-    status[beyond & (status < int(InversionStatus.NONFINITE))] = int(InversionStatus.NO_CONVERGENCE)
+    status = hard.to(torch.int8)  # EASY or HARD
+    for rows, value in (
+        (((m == 0) & (g != 0) & (y == 0)).any(1), InversionStatus.UNREACHABLE),
+        (beyond, InversionStatus.NO_CONVERGENCE),
+        (bad_radius, InversionStatus.BAD_RADIUS),
+        (nonfinite, InversionStatus.NONFINITE),
+    ):
+        status = status.masked_fill(rows, int(value))
     return RMSNormInverse(
         hidden, shift.masked_fill(nonfinite, torch.nan), new_scale, status, evaluations
     )
@@ -406,25 +312,19 @@ def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
     return torch.where(m.abs() < floor, torch.where(m < 0, -floor, floor), m)
 
 
-def stable_scale(
-    delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float, method: str = "newton"
-) -> StableScale:
+def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) -> StableScale:
     """Appendix B for a batch of rows, in fp64; see :func:`icl_patch.ops.stable_scale`."""
     h, m = hidden_down.double(), scale.double().expand(delta.shape)
     mean = h.square().mean(-1, keepdim=True)
     # h_down = 0 has no RMS to keep; the norm of h_target is free
     rms = torch.where(mean > 0, mean.sqrt(), 1.0).squeeze(-1)
     target = delta.double() + m * (h * torch.where(mean + eps > 0, (mean + eps).rsqrt(), 0.0))
-    inverse = invert_rmsnorm(target, floor_scale(scale, target), rms, eps, h, method)
+    inverse = invert_rmsnorm(target, floor_scale(scale, target), rms, eps, h)
     unchanged = (delta == 0).all(-1)
     nothing = unchanged | (inverse.status == InversionStatus.BAD_RADIUS)
-    dtype = (
-        torch.float64
-        if torch.float64 in (delta.dtype, scale.dtype, hidden_down.dtype)
-        else torch.float32
-    )
+    u = (inverse.hidden - h).masked_fill(nothing.unsqueeze(1), 0)
     return StableScale(
-        u=(inverse.hidden - h).masked_fill(nothing.unsqueeze(1), 0).to(dtype),
+        u=u.to(accumulation_dtype(delta, scale, hidden_down)),
         shift=inverse.shift.masked_fill(unchanged, 0),
         new_scale=torch.where(nothing.unsqueeze(1), m, inverse.new_scale),
         status=inverse.status.masked_fill(unchanged, int(InversionStatus.EASY)),

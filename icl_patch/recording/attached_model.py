@@ -1,7 +1,7 @@
 """AttachedModel: a model with patched modules in its blocks, run to compute and to replay patches.
 
 A call comes down from :class:`icl_patch.ContextPatcher`; the passes themselves are in
-:mod:`icl_patch.recording.compute` and :mod:`icl_patch.recording.replay`.
+:mod:`icl_patch.recording.passes`.
 """
 
 import warnings
@@ -48,7 +48,6 @@ from icl_patch.patch.fingerprints import (
 from icl_patch.patch.serialization import PatchInfo, check_fit, check_update
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
-from icl_patch.recording.compute import Computation, compute_closing
 from icl_patch.recording.hooks import (
     HookIds,
     Hooks,
@@ -57,10 +56,15 @@ from icl_patch.recording.hooks import (
     wrong_patch,
     wrong_replay,
 )
-from icl_patch.recording.multipliers import measure_multipliers
+from icl_patch.recording.passes import (
+    Computation,
+    compute_closing,
+    replay_compared,
+    replay_logits,
+    replay_observed,
+)
 from icl_patch.recording.patch_assembly import empty_patch
-from icl_patch.recording.replay import replay_compared, replay_logits, replay_observed
-from icl_patch.recording.self_check import SelfCheck
+from icl_patch.recording.self_check import SelfCheck, measure_multipliers
 from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
 

@@ -2,8 +2,10 @@
 weights can serve.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +13,21 @@ from torch.utils._pytree import register_dataclass
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.patch.context_patch import PatchReport, blank_report
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _collected(method: _Method) -> _Method:
+    """Decorate a method of diagnostics whose calls are collected while there is no ``valid``."""
+
+    @wraps(method)
+    def collect(diagnostics: "BlockDiagnostics", *arguments: Any) -> None:
+        if diagnostics.valid is None:
+            diagnostics.collected.append((method.__name__, arguments))
+        else:
+            method(diagnostics, *arguments)
+
+    return cast(_Method, collect)
 
 
 @dataclass(frozen=True)
@@ -57,15 +74,15 @@ class BlockDiagnostics:
         if self.valid is not None and self.report is None:
             self.report = blank_report(self.valid)
 
+    @_collected
     def refuse(self, condition: str, rows: Tensor, always: Tensor, side: str = "output") -> None:
         """Record a violation, see :class:`ControllabilityViolation` for ``rows`` and ``always``."""
-        if self.valid is None:
-            self.collected.append(("refuse", (condition, rows, always, side)))
-        else:
-            self.violations[condition] = ControllabilityViolation(
-                side, condition, rows & self.valid, always & self.valid
-            )
+        assert self.valid is not None
+        self.violations[condition] = ControllabilityViolation(
+            side, condition, rows & self.valid, always & self.valid
+        )
 
+    @_collected
     def refuse_at_zero(
         self, condition: str, inverse: Tensor, change: Tensor, side: str = "output"
     ) -> None:
@@ -73,20 +90,15 @@ class BlockDiagnostics:
 
         inverse: (B, T), 1 / the input's squared norm, or 0 for an input of 0.
         """
-        if self.valid is None:
-            self.collected.append(("refuse_at_zero", (condition, inverse, change, side)))
-        else:
-            self.refuse(condition, (inverse == 0) & (change != 0).any(-1), inverse == 0, side)
+        self.refuse(condition, (inverse == 0) & (change != 0).any(-1), inverse == 0, side)
 
+    @_collected
     def reader(self, patched: Tensor, reference: Tensor, change: Tensor) -> None:
         """Record the error of a reader's patched output; ``change`` is reference - unpatched.
 
         The error is relative to the larger of its outputs with and without the context: a gate has
         one number, which may be near 0.
         """
-        if self.valid is None:
-            self.collected.append(("reader", (patched, reference, change)))
-            return
         size = (
             torch.maximum(reference.abs(), (reference - change).abs())
             .amax(-1)
@@ -95,33 +107,25 @@ class BlockDiagnostics:
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         self._largest("reader_error", error if error.dim() == 2 else error.amax(-1))
 
+    @_collected
     def reader_pair(self, pair: Tensor, change: Tensor) -> None:
         """:meth:`reader` for the outputs of both streams in one tensor, rows (2M, N)."""
-        if self.valid is None:
-            self.collected.append(("reader_pair", (pair, change)))
-        else:
-            reference, patched = pair.reshape(2, *change.shape)
-            self.reader(patched, reference, change)
+        reference, patched = pair.reshape(2, *change.shape)
+        self.reader(patched, reference, change)
 
+    @_collected
     def inversion(self, status: Tensor) -> None:
         """Record the status of an RMSNorm inversion, (B, T)."""
-        if self.valid is None:
-            self.collected.append(("inversion", (status,)))
-        else:
-            self._largest("status", status)
+        self._largest("status", status)
 
+    @_collected
     def experts(self, changed: Tensor) -> None:
         """Record how many chosen experts differ from those chosen with the context, (B, T)."""
-        if self.valid is None:
-            self.collected.append(("experts", (changed,)))
-        else:
-            self._largest("experts_changed", changed)
+        self._largest("experts_changed", changed)
 
+    @_collected
     def closing(self, misses: Tensor, correction: Tensor) -> None:
         """Record the misses and the correction of an exact update, (B, T) each."""
-        if self.valid is None:
-            self.collected.append(("closing", (misses, correction)))
-            return
         self._largest("misses", misses)
         self._largest("correction", correction)
 

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
@@ -55,31 +54,13 @@ def _forget(cache: Cache, rows: Tensor) -> None:
 
 
 def run_head(
-    model: PreTrainedModel,
-    sequences: Sequences,
-    cache: Cache,
-    *,
-    chunk: int | None = None,
-    **model_inputs: Any,
+    model: PreTrainedModel, sequences: Sequences, cache: Cache, **model_inputs: Any
 ) -> Tensor:
-    """Run the unmodified model on the head, into an empty cache; ``chunk`` tokens per call, or
-    all at once. Returns the logits (B, 1, V) of its last token.
+    """Run the unmodified model on the head, into an empty cache: the logits (B, 1, V) of its last
+    token.
     """
-    width = sequences.head_ids.shape[1]
-    positions, logits = sequences.head_positions, torch.empty(0)
-    for start in range(0, width, chunk or width):
-        part = slice(start, min(start + (chunk or width), width))
-        logits = run(
-            model,
-            sequences.head_ids[:, part],
-            sequences.head_mask[:, : part.stop],
-            positions[..., part],
-            cache,
-            longest=sequences.longest,
-            last_logits=1,
-            **model_inputs,
-        )
-    return logits
+    head = (sequences.head_ids, sequences.head_mask, sequences.head_positions)
+    return run(model, *head, cache, longest=sequences.longest, last_logits=1, **model_inputs)
 
 
 def run_tail(

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Gemma3TextConfig
 
 from icl_patch import ops
-from icl_patch.bench import BENCHMARKS, harness, profiling, summary, timing
+from icl_patch.bench import BENCHMARKS, timing
 from icl_patch.bench.cases import attention, linear
-from icl_patch.bench.cases.models import RandomModel
 from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results, load_all, page
 from icl_patch.bench.timing import InTurn, compare
@@ -87,26 +85,14 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
     def cannot_be_built() -> Comparison:
         raise ValueError("no such weight")
 
+    both, nbytes = {"ours": done, "other": done}, {"ours": 8, "other": 4}
     cases = [
-        case(
-            "a",
-            {"ours": done, "other": done},
-            wrong=("other",),
-            nbytes={"ours": 8},
-            ceiling=4.0,
-            notes={"passes": 3.0},
-        ),
+        case("a", both, ("other",), nbytes={"ours": 8}, ceiling=4.0, notes={"passes": 3.0}),
         case("b", {"ours": done, "other": raises}),
         Case("c", cannot_be_built),
-        case("d", {"ours": done, "other": done}, wrong=("ours",)),
-        case("e", {"ours": done, "other": done}, nbytes={"ours": 8, "other": 4}, ceiling="other"),
-        case(
-            "f",
-            {"ours": done, "other": done},
-            wrong=("other",),
-            nbytes={"ours": 8, "other": 4},
-            ceiling="other",
-        ),
+        case("d", both, ("ours",)),
+        case("e", both, nbytes=nbytes, ceiling="other"),
+        case("f", both, ("other",), nbytes=nbytes, ceiling="other"),
     ]
     results = Results("linear", CPU, tmp_path)
     lines = list(results.measure(cases, rounds=3))
@@ -122,12 +108,10 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
     assert beside["of ceiling"] == pytest.approx(2 * rows["e", "other"]["ratio"])
     assert beside["ceiling GB/s"] == rows["e", "other"]["GB/s"]
     assert rows["e", "other"]["of ceiling"] == 1
-    assert "GB/s" in rows["f", "ours"]
-    assert "of ceiling" not in rows["f", "ours"]
+    assert "GB/s" in rows["f", "ours"] and "of ceiling" not in rows["f", "ours"]
     assert rows["b", "other"]["failed"] == "RuntimeError: no memory"
     assert rows["c", ""]["failed"] == "ValueError: no such weight"
-    assert "failed" in rows["d", "ours"]
-    assert "ratio" not in rows["d", "other"]
+    assert "failed" in rows["d", "ours"] and "ratio" not in rows["d", "other"]
     assert "seconds" in rows["d", "other"]
     table = results.path.with_suffix(".md").read_text()
     assert "| FAILED: expected 1, got 2 |" in table
@@ -135,24 +119,6 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
         len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines() if line.startswith("|")
     ] == [10] * 8
     assert table.count("- Failed: ") == 5
-
-
-def test_units_are_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"ours": 2, "other": 1}
-    monkeypatch.setattr(
-        harness,
-        "compare",
-        lambda calls, *_: {
-            name: dict.fromkeys(("median", "low", "high"), seconds[name]) for name in calls
-        },
-    )
-    results = Results("linear", CPU, tmp_path)
-    calls = {"ours": done, "other": done}
-    one = case("a", calls, units={"ours": 8, "other": 1}, unit="patches")
-    list(results.measure([one]))
-    ours, other = results.rows
-    assert (ours["rate"], other["rate"], other["ratio"]) == (4, 1, 4)
-    assert "1 patches/s (4×)" in results.path.with_suffix(".md").read_text()
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +143,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     list(Results("linear", CPU, tmp_path).measure(cases, rounds=1, fresh=True))
     assert built == ["a", "b", "a", "b"]
     found = Results("linear", CPU, tmp_path)
-    assert [row["case"] for row in found.rows] == ["a", "b"]
+    assert [row["case"] for row in found.data["rows"]] == ["a", "b"]
     # other code, and failures, are measured again
     monkeypatch.setattr("icl_patch.bench.results.code_fingerprint", lambda: "other")
     assert not Results("linear", CPU, tmp_path).has("a")
@@ -189,9 +155,9 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_file_of_another_environment_is_begun_anew(tmp_path: Path) -> None:
     old = Results("linear", CPU, tmp_path)
-    old.environment |= {"torch": "0.0"}
+    old.data["environment"] |= {"torch": "0.0"}
     list(old.measure([case("a", {"ours": done})], rounds=1))
-    assert old.rows and Results("linear", CPU, tmp_path).rows == []
+    assert old.data["rows"] and Results("linear", CPU, tmp_path).data["rows"] == []
 
 
 @pytest.mark.gpu
@@ -226,10 +192,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(linear, "SHAPES", SMALL)
     monkeypatch.setattr(linear, "ROWS", (3,))
     monkeypatch.setattr(linear, "RANKS", (1, 2))
-    monkeypatch.setattr(linear, "last_level_cache", lambda device: 2**14)
+    monkeypatch.setattr(linear, "COLD", 2**15)
     yield
     linear.cold.cache_clear()
-    timing.ceiling.cache_clear()
 
 
 def test_linear_through_the_command_line(
@@ -249,7 +214,7 @@ def test_linear_through_the_command_line(
         row["of ceiling"] > 0 and row["ceiling GB/s"] > 0 for row in found["rows"] if row["ours"]
     )
     assert [row["of ceiling"] for row in found["rows"] if row["call"] == linear.READ] == [1] * 4
-    assert {"patched_linear", "F.linear", "unfused", "W + ΔW", "W + ΔW in a buffer"} <= {
+    assert {"patched_linear", "F.linear", "unfused", "W + ΔW"} <= {
         row["call"] for row in found["rows"]
     }
     assert linear.has_peft() == ("PEFT" in {row["call"] for row in found["rows"]})
@@ -257,14 +222,12 @@ def test_linear_through_the_command_line(
     assert capsys.readouterr().out.split() == [str(next(tmp_path.glob("*.md")))]
 
 
-@pytest.mark.parametrize(
-    "call", ["patched_linear", "F.linear", "unfused", "W + ΔW", "W + ΔW in a buffer", "PEFT"]
-)
+@pytest.mark.parametrize("call", ["patched_linear", "F.linear", "unfused", "W + ΔW", "PEFT"])
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
 def test_a_call_without_its_patch_or_with_one_too_many_fails(
     small: None, dtype: torch.dtype, call: str
 ) -> None:
-    comparison = linear.comparison(linear.Setting("one", dtype, 3, 2), CPU)
+    comparison = linear.comparison("one", dtype, 3, 2, CPU)
     if call not in comparison.calls:
         pytest.skip("peft is not installed")
     comparison.check(call, comparison.calls[call]())
@@ -290,7 +253,7 @@ def test_attention(dtype: torch.dtype) -> None:
     comparison = attention.comparison(5, 6, 2, 8, 9, dtype, CPU)
     for name, call in comparison.calls.items():
         comparison.check(name, call())
-    with pytest.raises(AssertionError, match="expected the result within"):
+    with pytest.raises(AssertionError, match="expected the fp64 result within"):
         comparison.check("repeated", comparison.calls["repeated"]() + 0.1)
 
 
@@ -306,74 +269,6 @@ def test_committed_tables_are_those_of_their_numbers(name: str) -> None:
     for found in load_all(committed(), name):
         assert (committed() / f"{found['file']}.md").read_text(encoding="utf-8") == page(found)
         assert not [row for row in found["rows"] if "failed" in row]
-
-
-def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
-    def row(call: str, rows: int, **more: Any) -> dict[str, Any]:
-        parameters = {
-            "matrix": "Llama-3-8B up",
-            "n": 14336,
-            "k": 4096,
-            "dtype": "bfloat16",
-            "rows": rows,
-            "rank": 1,
-        }
-        return {
-            "case": f"M={rows}",
-            "parameters": parameters,
-            "call": call,
-            "ours": call == "patched_linear",
-            **more,
-        }
-
-    seconds = {"median": 0.004, "low": 0.003, "high": 0.005}
-    where = {
-        "device": "X",
-        "threads": 2,
-        "cpu_instructions": "avx2",
-        "torch": "2.13.0",
-        "cuda": None,
-    }
-    rows = [
-        row("patched_linear", 1, seconds=seconds, ratio=1.0) | {"of ceiling": 0.873},
-        row("F.linear", 1, seconds=seconds, ratio=1.5),
-    ]
-    rows += [
-        row("W + ΔW", 1, failed="wrong"),
-        row("patched_linear", 512, seconds=seconds, ratio=1.0),
-    ]
-    (tmp_path / "linear-x.json").write_text(
-        json.dumps({"benchmark": "linear", "environment": where, "rows": rows})
-    )
-    text = summary.summary_markdown(tmp_path)
-    assert text.startswith("Time. X (avx2), 2 threads, torch 2.13.0:\n")
-    assert "| M=1 | 4 ms | 3 ms – 5 ms | 0.873 | 4 ms (1.5×) | FAILED: wrong |" in text
-    assert "512" not in text
-    assert "Nothing is measured" in summary.summary_markdown(tmp_path / "none")
-
-
-# Profiles
-
-
-def test_a_page_has_the_profile_of_the_kernels_and_of_the_decode_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = RandomModel("gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 1024)
-    monkeypatch.setattr(profiling, "MODEL", tiny)
-    monkeypatch.setattr(profiling, "STEPS", 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ncu = tmp_path / "ncu.txt"
-    ncu.write_text("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
-    profiling.main(["page", str(tmp_path / "pages"), str(ncu)])
-    [target] = (tmp_path / "pages").iterdir()
-    text = target.read_text(encoding="utf-8")
-    assert "```\n==ERROR== ERR_NVGPUCTRPERM - no permission\n```" in text
-    assert "### patched, 2 tokens" in text
-    assert "### plain, 2 tokens" in text
-    assert text.count("Self CPU time total") == 2
-    assert re.search(r"\n *aten::\w+ +[\d.]+% ", text)
-    with pytest.raises(SystemExit):
-        profiling.main(["nonsense"])
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["--seconds", "0"]])

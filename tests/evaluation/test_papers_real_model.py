@@ -65,9 +65,6 @@ def test_every_run_is_compared_with_the_model_and_its_context(name: str) -> None
     top = reference.float().topk(2).values
     margin = (top[:, 0] - top[:, 1]) / reference.float().abs().amax(-1)
     assert found["margin"] == pytest.approx(margin.numpy())
-    assert found["channels"].sum(1) == pytest.approx(
-        np.square(found["stable/blocks"]).mean(1), rel=1e-4
-    )
 
 
 def test_a_spectrum_is_that_of_the_changes_as_long_vectors() -> None:
@@ -136,7 +133,7 @@ def test_intervals_resample_whole_prompts() -> None:
     wide = np.diff(statistics.interval(alike, np.mean))[0]
     assert wide > 3 * (high - low)
     certain = statistics.share([np.ones(3, bool)] * 12)
-    assert certain == {"share": 1.0, "interval": [1.0, 1.0], "prompts_at_least": 0.75}
+    assert certain == {"share": 1.0, "interval": [1.0, 1.0]}
 
 
 def _results() -> dict[str, dict[str, np.ndarray]]:

@@ -25,7 +25,7 @@ from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.generation.decode_state import DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token
-from icl_patch.recording import exact_decode_recorder, updates
+from icl_patch.recording import decode_recorder, updates
 from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit
 
@@ -130,7 +130,7 @@ def _spoilt(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 
 def test_exact_steps_that_miss_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block misses at every step: both rows are closed again, and nothing is left."""
-    own = exact_decode_recorder._closed
+    own = decode_recorder._closed
 
     def spoilt(alike: list) -> list:
         closed = own(alike)
@@ -138,7 +138,7 @@ def test_exact_steps_that_miss_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
         closed[0].misses[0, 0] += 1
         return closed
 
-    monkeypatch.setattr(exact_decode_recorder, "_closed", spoilt)
+    monkeypatch.setattr(decode_recorder, "_closed", spoilt)
     model = build("llama", 0, vocab_size=RANDOM_VOCABULARY)
     texts = ["some context", "and another one"]
     report = verify(model, build_tokenizer(), context=texts, max_new_tokens=3)

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from icl_patch.generation.eager_operators import keep_rounding
-from icl_patch.generation.graph_partition import Regions
+from icl_patch.generation.graph_partition import in_regions
 
 WIDTH = 1037
 
@@ -46,14 +46,14 @@ def traced(step: Step) -> fx.GraphModule:
 def test_the_compiled_graph_has_the_bits_of_eager_operators(dtype: torch.dtype) -> None:
     step = Step(dtype)
     expected = step()
-    kept = Regions(traced(step), [], eager_rounding=True, free=[5])()
+    kept = in_regions(traced(step), [], eager_rounding=True, free=[5])()
     for number, (got, wanted) in enumerate(zip(kept, expected, strict=True)):
         assert same_bits(got, wanted) or number == 5, number
 
 
 def test_without_it_the_compiler_rounds_in_other_places() -> None:
     step = Step(torch.bfloat16)
-    pairs = zip(Regions(traced(step), [])(), step(), strict=True)
+    pairs = zip(in_regions(traced(step), [])(), step(), strict=True)
     assert not all(same_bits(got, wanted) for got, wanted in pairs)
 
 

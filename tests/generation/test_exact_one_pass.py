@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import realistic_weights
 from support.models import build, ragged, shallow, tokens
+from support.numeric import replay_error
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -17,7 +18,7 @@ from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant, me
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.loop import GenerationStep
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
-from icl_patch.recording import exact_decode_recorder, updates
+from icl_patch.recording import decode_recorder, updates
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # every kind of writer that one pass serves, a Conv1D, norms in all places, fused and absent gates,
@@ -147,7 +148,7 @@ def test_it_is_as_near_to_fp64_as_the_model_is() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_moe"])
 def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block's factor is spoilt: the blocks are closed again, and the replay is right."""
-    own = exact_decode_recorder._closed
+    own = decode_recorder._closed
 
     def spoilt(alike: list) -> list[updates.Closed]:
         closed = own(alike)
@@ -157,7 +158,7 @@ def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) ->
 
     with ContextPatcher(shallow(family)) as patcher:
         expected = list(steps_of(patcher))
-        monkeypatch.setattr(exact_decode_recorder, "_closed", spoilt)
+        monkeypatch.setattr(decode_recorder, "_closed", spoilt)
         for step, other in zip(steps_of(patcher), expected, strict=True):
             patch = step.patch
             assert (patch.passes, patch.info.arithmetic) == (2, BATCH_INVARIANT)
@@ -224,24 +225,6 @@ def test_where_it_does_not_go() -> None:
         assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
 
 
-def test_the_arithmetic_of_earlier_versions_is_a_mode() -> None:
-    model = build("llama")
-    with ContextPatcher(model) as patcher:
-        for arithmetic, mode in (("model", "two_pass"), ("batch_invariant", "shared_cache")):
-            with pytest.warns(FutureWarning, match=f"say mode='{mode}'"):
-                (step,) = steps_of(patcher, 1, arithmetic=arithmetic)
-            assert step.mode == mode
-        with pytest.raises(ValueError, match="expected arithmetic 'auto', 'model', 'batch_inv"):
-            steps_of(patcher, arithmetic="exact")
-        with pytest.warns(FutureWarning), pytest.raises(ValueError, match="got 'two_pass'"):
-            steps_of(patcher, mode="two_pass", arithmetic="batch_invariant")
-    with (
-        ContextPatcher(model, "stable") as patcher,
-        pytest.raises(ValueError, match="expected update 'exact' with arithmetic"),
-    ):
-        steps_of(patcher, arithmetic="batch_invariant")
-
-
 @pytest.mark.parametrize("hook", [lambda _m, _a, out: out + 0.1, lambda *_: None])
 def test_hooks_set_between_steps_take_two_passes(hook: Any) -> None:
     """And one pass again without them: the step's inputs have gone on."""
@@ -289,10 +272,10 @@ def test_six_hundred_steps_replay_in_another_process(
             ids = tokens(seed, 3, 5 + 30 * seed)
             torch.manual_seed(seed)
             for step in patcher.generate(
-                ids, max_new_tokens=100, do_sample=True, eos_token_id=None, check_every=1
+                ids, max_new_tokens=100, do_sample=True, eos_token_id=None
             ):
-                assert step.check is not None and step.patch.report is not None
-                assert not step.check.linf.any() and not step.patch.report.misses.any()
+                assert step.patch.report is not None
+                assert not replay_error(patcher, step).any() and not step.patch.report.misses.any()
                 assert step.patch.info.arithmetic == BATCH_INVARIANT
                 count += len(step.token_ids)
                 step.patch.save(tmp_path / f"{count}.safetensors")

@@ -174,7 +174,7 @@ def test_without_a_context_nothing_changes(
     """Both streams have the same bits where they see the same: from the smallest delta a stable
     update makes one of finite size.
     """
-    monkeypatch.setattr(traced_step, "Regions", lambda module, blocks, **_: module)
+    monkeypatch.setattr(traced_step, "in_regions", lambda module, blocks, **_: module)
     ids = tokens(0, 2, 1) % tiny_models.VOCABULARY
     if compiled:  # tracing takes seconds, and the dtype changes nothing of a graph but its dtypes
         cases = {torch.float32: ("two_stream",), torch.bfloat16: ("shared_cache",)}

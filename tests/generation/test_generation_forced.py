@@ -90,9 +90,7 @@ def test_where_free_generations_part(name: str, capsys: pytest.CaptureFixture[st
             said = torch.stack(
                 [
                     step.token_ids
-                    for step in patcher.generate(
-                        ids, max_new_tokens=steps, eos_token_id=None, patches=False
-                    )
+                    for step in patcher.generate(ids, max_new_tokens=steps, eos_token_id=None)
                 ],
                 1,
             )

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.generation import prefilled
 from support.models import build, ragged, tokens
-from support.numeric import noise_floor, noise_limit
-from support.patchers import IDS, KEPT, Snapshot, plain_logits, works
+from support.numeric import noise_floor, noise_limit, replay_error
+from support.patchers import IDS, works
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (
@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics
-from icl_patch.evaluation import embedded, tiny_models
+from icl_patch.evaluation import embedded
 from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_state import DecodeMode, StepInputs
 from icl_patch.generation.decode_step import decode_one_token
@@ -232,144 +232,6 @@ def test_criteria_see_the_scores_that_were_asked_for(wanted: dict) -> None:
             assert all(metrics.linf(x, y).max() <= limit for x, y in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("family", "update"), [("gemma3", "exact"), ("gemma3", "stable"), ("llama", "direct")]
-)
-def test_every_choice_of_logits(family: str, update: str) -> None:
-    """The context stream's are the model's own, the replay's those of the patch; in fp32 all choose
-    alike.
-    """
-    model, ids = build(family, 1), tokens(2, 3, 9)
-    arguments: dict = {"context_mask": MASK, "max_new_tokens": 4, "eos_token_id": None}
-    limit = noise_limit(model)
-    with ContextPatcher(model, update) as patcher:
-        by = {
-            name: list(patcher.generate(ids, logits=name, **arguments))
-            for name in ("reduced", "context", "replay")
-        }
-        for reduced, context, replay in zip(*by.values(), strict=True):
-            assert torch.equal(reduced.token_ids, context.token_ids)
-            assert torch.equal(reduced.token_ids, replay.token_ids)
-            assert torch.equal(
-                patcher.forward(replay.patch.kept_ids, replay.patch)[:, -1], replay.logits
-            )
-            assert torch.equal(context.patch.logits[:, -1], context.logits)
-            assert metrics.linf(context.logits, reduced.logits).max() <= limit
-        current = torch.cat([ids, stream(by["context"])], 1)
-        mask = torch.cat([MASK, torch.ones(3, 4, dtype=torch.bool)], 1)
-    with torch.no_grad():
-        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-        plain = model(current, attention_mask=mask.long(), position_ids=positions).logits
-    for number, step in enumerate(by["context"]):
-        assert metrics.linf(step.logits, plain[:, 8 + number]).max() <= limit
-        assert metrics.linf(step.logits, plain[:, 7 + number]).min() > limit
-
-
-def test_checks_replay_every_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("gemma3")
-    limit = noise_limit(model)
-    with ContextPatcher(model, "stable") as patcher:
-        steps = list(patcher.generate(IDS, max_new_tokens=7, check_every=3, eos_token_id=None))
-        assert [step.check is not None for step in steps] == [
-            False,
-            False,
-            True,
-            False,
-            False,
-            True,
-            False,
-        ]
-        checks = [step.check for step in steps if step.check is not None]
-        assert all(check.same_argmax.all() and check.linf.max() <= limit for check in checks)
-        # a replay that is not of this patch shows
-        attached = patcher.attached_model
-        replay = attached.replay_logits
-        monkeypatch.setattr(attached, "replay_logits", lambda patch: replay(patch).flip(-1))
-        worse = list(patcher.generate(IDS, max_new_tokens=3, check_every=3, eos_token_id=None))[
-            -1
-        ].check
-        assert worse.linf.min() > 1e-2
-        assert not worse.same_argmax.any()
-        for arguments, message in (
-            ({"check_every": -1}, "check_every ≥ 0"),
-            ({"logits": "both"}, "expected logits reduced, context, replay"),
-            (
-                {"compile": "cuda_graph"},
-                "expected a CUDA device with compile='cuda_graph', got cpu",
-            ),
-        ):
-            with pytest.raises(ValueError, match=message):
-                patcher.generate(IDS, **arguments)
-
-
-@pytest.mark.parametrize(("family", "update"), [("gemma3", "stable"), ("llama", "exact")])
-def test_interruptions_leave_the_model_usable(family: str, update: str) -> None:
-    """A step that is cut short in the middle of a block, by an error or from the keyboard."""
-    model = build(family)
-    raised: list[type[BaseException]] = []
-    act: Any = model.model.layers[1].mlp.act_fn
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if raised:
-            raise raised[0]
-        return type(act).forward(act, x)
-
-    act.forward = forward  # a hook would have the step in two passes
-    before = Snapshot(model)
-    with ContextPatcher(model, update) as patcher:
-        for error in (KeyboardInterrupt, ZeroDivisionError):
-            for mode in ("two_pass" if update == "exact" else "two_stream", "auto"):
-                steps = patcher.generate(IDS, mode=mode, max_new_tokens=5, eos_token_id=None)
-                next(steps)
-                raised.append(error)
-                with pytest.raises(error):
-                    next(steps)
-                raised.clear()
-                assert torch.equal(plain_logits(model), before.logits)
-                works(patcher)
-    before.check(model)
-
-
-def raising(error: type[BaseException]) -> Any:
-    def hook(*_: Any) -> None:
-        raise error
-
-    return hook
-
-
-@pytest.mark.parametrize(
-    ("family", "update", "mode"),
-    [
-        ("gemma3", "stable", "shared_cache"),
-        ("gemma3", "stable", "two_stream"),
-        ("llama", "exact", "two_pass"),
-    ],
-)
-def test_chunks_change_nothing(family: str, update: str, mode: str) -> None:
-    """Windows shorter than the context; the steps are those of a cache that was filled at once."""
-    model, ids, mask = build(family, 3), tokens(6, 3, 15), ragged(3, 15, side="left")
-    arguments: dict = {
-        "context_mask": mask,
-        "max_new_tokens": 4,
-        "eos_token_id": None,
-        "mode": mode,
-    }
-    limit = noise_limit(model)
-    with ContextPatcher(model, update) as patcher:
-        expected = list(patcher.generate(ids, **arguments))
-        for others in (
-            {"prefill_chunk": 4},
-            {"prefill_chunk": 99},
-        ):
-            steps = list(patcher.generate(ids, **arguments, **others, check_every=2))
-            assert torch.equal(stream(steps), stream(expected))
-            for step, other in zip(steps, expected, strict=True):
-                assert metrics.linf(step.logits, other.logits).max() <= limit
-                assert step.check is None or step.check.linf.max() <= limit
-        with pytest.raises(ValueError, match="prefill_chunk ≥ 1"):
-            patcher.generate(ids, prefill_chunk=0)
-
-
 def test_more_tokens_than_the_model_has_positions_for() -> None:
     model = build("llama", max_position_embeddings=12)
     ids, mask = tokens(0, 2, 14), ragged(2, 14, side="left")
@@ -433,10 +295,9 @@ def test_a_step_on_a_fixed_cache_waits_for_nothing_and_moves_no_buffer() -> None
         with ContextPatcher(model, "stable") as patcher, torch.no_grad():
             state = prefilled(patcher, ids, MASK, 14, way, reserve=False)
             # no compiler: the step on the fixed cache as it is
-            use_compiled_step(patcher.plans, state, CompileOptions(), return_context_logits=False)
-            step: Any = state.run
+            use_compiled_step(patcher.plans, state, CompileOptions())
 
-            def places(step_inputs: StepInputs = step.inputs) -> list[int]:
+            def places(step_inputs: StepInputs = state.inputs) -> list[int]:
                 held = [
                     step_inputs.current,
                     step_inputs.positions,
@@ -452,7 +313,7 @@ def test_a_step_on_a_fixed_cache_waits_for_nothing_and_moves_no_buffer() -> None
                 decode_one_token(state, ids[:, column])
             assert places() == before
             with FakeTensorMode(allow_non_fake_inputs=True):
-                made = step(False)
+                made = state.run()
                 assert made.logits.shape == (3, model.config.vocab_size)
                 with pytest.raises(DataDependentOutputException):  # this would notice
                     bool(made.maybe_infeasible)
@@ -508,10 +369,6 @@ def test_a_patch_is_assembled_when_asked_for() -> None:
         fresh = patcher.compute(
             torch.cat([IDS, stream(kept)[:, :1]], 1), kept[1].token_ids.unsqueeze(1)
         )
-        bare = list(patcher.generate(IDS, max_new_tokens=3, patches=False, eos_token_id=None))
-    assert torch.equal(stream(bare), stream(kept))
-    with pytest.raises(ValueError, match="expected patches=True"):
-        _ = bare[0].patch
     patch = kept[2].patch
     assert patch is kept[2].patch
     assert replace(patch.info, passes=2) == fresh.info
@@ -537,8 +394,8 @@ def test_a_patch_is_assembled_when_asked_for() -> None:
     "mode", ["two_stream", "shared_cache"], ids=["two streams", "shared cache"]
 )
 def test_half_precision(dtype: torch.dtype, mode: str) -> None:
-    """The reduced stream is within the dtype's rounding of the context's, as far as two batchings
-    of the model are.
+    """The replay is within the dtype's rounding of the step, as far as two batchings of the model
+    are.
     """
     model, ids = build("llama", 1, dtype), tokens(7, 3, 9)
     with ContextPatcher(model, "stable") as patcher:
@@ -548,35 +405,13 @@ def test_half_precision(dtype: torch.dtype, mode: str) -> None:
                 context_mask=MASK,
                 max_new_tokens=5,
                 mode=mode,
-                check_every=1,
-                logits="context",
                 eos_token_id=None,
             )
         )
+        errors = [replay_error(patcher, step).max() for step in steps]
     limit = 2 * noise_floor(model)  # ten are everything in bf16
-    for step in steps:
-        assert step.logits.dtype == dtype
-        assert step.check.linf.max() <= limit
-
-
-def test_what_goes_on_by_single_tokens_takes_no_chunks() -> None:
-    model = tiny_models.build("mamba")
-    with ContextPatcher(model, "stable") as patcher:
-        with pytest.raises(
-            ValueError,
-            match=(
-                "expected no chunks of a recurrent model, which goes on by one token a call, got"
-                " chunks of 4"
-            ),
-        ):
-            patcher.generate(IDS % tiny_models.VOCABULARY, prefill_chunk=4)
-        works(
-            patcher,
-            {
-                "context_ids": IDS % tiny_models.VOCABULARY,
-                "kept_ids": KEPT % tiny_models.VOCABULARY,
-            },
-        )
+    assert {step.logits.dtype for step in steps} == {dtype}
+    assert max(errors) <= limit
 
 
 def test_positions_and_caches_that_are_not_ours_are_refused() -> None:

@@ -14,13 +14,30 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from icl_patch import ContextPatcher
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation import graph_partition, traced_step
-from icl_patch.generation.graph_partition import Regions
+from icl_patch.generation.graph_partition import in_regions
 
 
 @pytest.fixture(autouse=True)
 def backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a compiler, but for the tests that set another one."""
     monkeypatch.setattr(graph_partition, "BACKEND", "eager")
+
+
+def regions_of(graph: fx.GraphModule) -> list[Any]:
+    """The compiled graph of each region."""
+    return [getattr(graph, node.target) for node in graph.graph.find_nodes(op="call_module")]
+
+
+def made_regions(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """All graphs of regions that are made from now on."""
+    made: list[fx.GraphModule] = []
+
+    def making(*args: Any, **options: Any) -> fx.GraphModule:
+        made.append(in_regions(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(traced_step, "in_regions", making)
+    return made
 
 
 class Stack(nn.Module):
@@ -65,7 +82,7 @@ def test_regions_are_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack([4, 4, 6, 4, 4])
     before = [x.clone() for x in model.state()]
     with torch.no_grad():
-        traced = Regions(graph_of(lambda: model()), model.blocks)
+        traced = in_regions(graph_of(lambda: model()), model.blocks)
         for x, old in zip(model.state(), before, strict=True):
             x.copy_(old)
         expected = []
@@ -78,12 +95,12 @@ def test_regions_are_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(torch.equal(x, y) for x, y in zip(found, outputs, strict=True))
     # the first with what is for all, the last with what ends, the wider one, and one for the two
     # that are left
-    assert traced.kinds == 4
+    assert len(set(regions_of(traced))) == 4
 
 
 def test_regions_that_share_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler takes it for granted which of its inputs are one: of regions alike but for that,
-    each has its own graph.
+    """A compiler takes it for granted which of its inputs are one: regions alike but for that have
+    graphs of their own.
     """
     monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
     torch.manual_seed(0)
@@ -107,21 +124,15 @@ def test_regions_that_share_what_they_write(monkeypatch: pytest.MonkeyPatch) -> 
         return [function()[0].clone() for _ in range(3)]
 
     with torch.no_grad():
-        regions = Regions(graph_of(run), blocks)
+        regions = in_regions(graph_of(run), blocks)
         assert all(torch.equal(x, y) for x, y in zip(three(regions), three(run), strict=True))
-    assert regions.kinds == 3  # one for four alike, and two for themselves
+    assert len(set(regions_of(regions))) == 2  # one for four alike, and one for the other two
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
 def test_what_a_block_picks_of_what_all_have(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each picks its own of one tensor they are alike all the same."""
-    made: list[Regions] = []
-
-    def seen(*args: Any, **options: Any) -> Regions:
-        made.append(Regions(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(traced_step, "Regions", seen)
+    made = made_regions(monkeypatch)
     layers = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
     if family == "gemma3n":
         layers |= {
@@ -131,7 +142,7 @@ def test_what_a_block_picks_of_what_all_have(family: str, monkeypatch: pytest.Mo
         }
     with ContextPatcher(tiny_models.build(family, **layers), "stable") as patcher:
         list(patcher.generate(tokens(0, 1, 6), max_new_tokens=1, compile=True))
-    assert made[0].kinds <= 5
+    assert len(set(regions_of(made[0]))) <= 5
 
 
 def graph_of(function: Callable[[], list[Tensor]]) -> fx.GraphModule:
@@ -228,13 +239,7 @@ def test_alike_blocks_share_a_graph(
     """The first and the last have more in them; Gemma 3 has blocks of two kinds, one after one and
     after another.
     """
-    found: list[Regions] = []
-
-    def compiled(module: Any, blocks: Any, **options: Any) -> Regions:
-        found.append(Regions(module, blocks, **options))
-        return found[-1]
-
-    monkeypatch.setattr(traced_step, "Regions", compiled)
+    found = made_regions(monkeypatch)
     layers = 7 if family == "gemma3" else 4
     changes = {
         "gemma3": {
@@ -253,5 +258,5 @@ def test_alike_blocks_share_a_graph(
         torch.equal(step.token_ids, other.token_ids)
         for step, other in zip(steps, others, strict=True)
     )
-    assert [len(x._regions) for x in found] == [layers]
-    assert found[0].kinds == kinds
+    (regions,) = map(regions_of, found)
+    assert (len(regions), len(set(regions))) == (layers, kinds)

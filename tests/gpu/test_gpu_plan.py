@@ -28,7 +28,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "icl_patch" / "code.py").write_text("")
     (tmp_path / "triton_kernels" / "configs" / "gpu.json").write_text("{}")
     (tmp_path / "tools" / "gpu.sh").write_text((REPOSITORY / "tools" / "gpu.sh").read_text())
-    for name in ("build/python", "tools/sanitize.sh", "tools/profile.sh", "make"):
+    for name in ("build/python", "tools/sanitize.sh", "make"):
         (tmp_path / name).write_text(PYTHON)
         (tmp_path / name).chmod(0o755)
     return tmp_path

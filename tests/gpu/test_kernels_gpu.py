@@ -75,16 +75,13 @@ def test_replay_has_the_bits_of_the_recording_at_headline_shapes(n: int, k: int,
     pair, weight = (
         normal(generator, *size, dtype=torch.bfloat16).cuda() for size in ((2 * rows, k), (n, k))
     )
-    recorded = kernels.record_linear(pair, weight)
-    assert same_bits(
-        kernels.patched_linear(pair[rows:], weight, recorded.u, recorded.direction.v), recorded.y
-    )
-    assert same_bits(kernels.patched_linear(pair[:rows], weight), recorded.y_ctx)
+    direction = kernels.read_direction(pair[rows:])
+    [(y_pair, u)] = kernels.record_linears(pair, [weight], [None], direction.coeff)
+    assert same_bits(kernels.patched_linear(pair[rows:], weight, u, direction.v), y_pair[rows:])
+    assert same_bits(kernels.patched_linear(pair[:rows], weight), y_pair[:rows])
     exact = (pair[:rows].double() - pair[rows:].double()) @ weight.double().T
-    assert (
-        (recorded.u - exact).abs()
-        <= 64 * UNIT[torch.float32] * (pair.double().abs() @ weight.double().abs().T).amax()
-    ).all()
+    size = (pair.double().abs() @ weight.double().abs().T).amax()
+    assert ((u - exact).abs() <= 64 * UNIT[torch.float32] * size).all()
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -144,11 +141,12 @@ def test_a_captured_step_records() -> None:
         normal(seeded(s), *size, dtype=torch.bfloat16).cuda()
         for s, size in ((0, (4, 512)), (1, (640, 512)), (2, (512,)))
     )
-    out: list[kernels.Recorded] = []
+    out: list[tuple[Tensor, Tensor]] = []
 
     def step() -> None:
         normed = kernels.norm_pair(hidden, norm, 1e-6)
-        out.append(kernels.record_linear(normed.z_pair, weight, direction=normed.direction))
+        coeff = normed.direction.coeff
+        out.extend(kernels.record_linears(normed.z_pair, [weight], [None], coeff))
 
     graph = captured(step)
     hidden.copy_(normal(seeded(3), 4, 512, dtype=torch.bfloat16))
@@ -156,9 +154,8 @@ def test_a_captured_step_records() -> None:
     torch.cuda.synchronize()
     seen = out[-1]
     step()
-    assert same_bits(seen.y_pair, out[-1].y_pair)
-    assert same_bits(seen.u, out[-1].u)
-    assert not same_bits(seen.u, out[0].u)
+    assert all(map(same_bits, seen, out[-1]))
+    assert not same_bits(seen[1], out[0][1])
 
 
 def test_two_streams_do_not_disturb_each_other() -> None:

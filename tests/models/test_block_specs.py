@@ -411,7 +411,7 @@ def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> Non
             mode = DecodeMode.TWO_STREAM
             state = prefilled(patcher, ids[:, part], mask[:, part], 12, mode, reserve=False)
             # no compiler: the step on the fixed cache as it is
-            use_compiled_step(patcher.plans, state, CompileOptions(), return_context_logits=False)
+            use_compiled_step(patcher.plans, state, CompileOptions())
             token_ids = ids[:, -1]
             for logits in expected:
                 step = decode_one_token(state, token_ids)

@@ -13,6 +13,7 @@ from support.inversion import (
     check_row,
     check_rows,
     every_implementation,
+    needs_native,
     solve,
     sweep_together,
 )
@@ -122,27 +123,25 @@ def test_inversion_of_thousands_of_rows(invert: Invert, dtype: torch.dtype) -> N
         check_rows(m, g, rms, eps, invert(g, m, rms, eps))
 
 
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@every_implementation
-def test_methods_agree(invert: Invert, dtype: torch.dtype) -> None:
+def test_native_is_like_plain_torch(dtype: torch.dtype) -> None:
     for family, (c, eps) in itertools.product(ROWS, RADII):
         m, g = rows_of(family, 60, 12, dtype, seed=5)
         rms = torch.full((60,), c, dtype=dtype)
-        newton, bisection = (
-            invert(g, m, rms, eps, method=method) for method in ("newton", "bisection")
-        )
-        assert torch.equal(newton.status, bisection.status)
-        difference = (newton.hidden.double() - bisection.hidden.double()).norm(
+        found = ops.invert_rmsnorm(g, m, rms, eps)
+        expected = reference.invert_rmsnorm(g, m, rms, eps)
+        assert torch.equal(found.status, expected.status)
+        difference = (found.hidden.double() - expected.hidden.double()).norm(
             dim=1
-        ) / newton.hidden.double().norm(dim=1)
+        ) / expected.hidden.double().norm(dim=1)
         # a row that starts from zero multiplies the roundings of its sums by a thousand
         sharp = 4 * UNIT[torch.float32] if dtype == torch.float32 else 4096 * ULP
         assert difference.max() <= (ROOT_ULP if family == "near_hard" else sharp)
-        hard = newton.status == Status.HARD
-        assert not newton.shift[hard].any() and not bisection.shift[hard].any()
-        assert newton.evaluations[~hard].min() > 0 if (~hard).any() else True
-        assert not newton.evaluations[hard].any()
-        assert (bisection.evaluations[~hard] == 64).all()
+        hard = found.status == Status.HARD
+        for result, least in ((found, 1), (expected, 64)):
+            assert not result.shift[hard].any() and not result.evaluations[hard].any()
+            assert (result.evaluations[~hard] >= least).all()
 
 
 @every_implementation
@@ -202,15 +201,6 @@ def test_statuses(invert: Invert, bad: float) -> None:
     assert one_row(invert, [1, 2], [1, bad], bad) is Status.NONFINITE
     for c in (0.0, -1.0, bad):
         assert one_row(invert, [1, 2], [1, 1], c) is Status.BAD_RADIUS
-
-
-def test_a_search_cut_short_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    m, g = rows_of("graded", 40, 12)
-    monkeypatch.setattr(reference, "MAX_EVALUATIONS", 2)
-    result = reference.invert_rmsnorm(g, m, torch.ones(40))
-    stopped = result.status == Status.NO_CONVERGENCE
-    assert 0 < stopped.sum() < 40
-    assert (result.evaluations[stopped] == 2).all()
 
 
 @every_implementation
@@ -317,12 +307,9 @@ def test_overflow_is_not_silent(
             FLOATING.format("target", "int32"),
         ),
         ({"scale": torch.ones(4)}, ValueError, "expected scale (5,) or (3, 5), got (4,)"),
-        ({"scale": torch.ones(1, 5)}, ValueError, "expected scale (5,) or (3, 5), got (1, 5)"),
         ({"scale": torch.ones(5, dtype=torch.int64)}, TypeError, FLOATING.format("scale", "int64")),
         ({"scale": torch.ones(5, device="meta")}, ValueError, "expected scale on cpu, got meta"),
         ({"rms": torch.ones(3, 1)}, ValueError, "expected rms (3,), got (3, 1)"),
-        ({"rms": torch.tensor(1.0)}, ValueError, "expected rms (3,), got ()"),
-        ({"rms": torch.ones(3, dtype=torch.bool)}, TypeError, FLOATING.format("rms", "bool")),
         ({"fallback": torch.ones(5)}, ValueError, "expected fallback (3, 5), got (5,)"),
         (
             {"fallback": torch.ones(3, 5, dtype=torch.int64)},
@@ -332,11 +319,6 @@ def test_overflow_is_not_silent(
         ({"eps": -1e-6}, ValueError, "expected a finite eps ≥ 0, got -1e-06"),
         ({"eps": float("nan")}, ValueError, "expected a finite eps ≥ 0, got nan"),
         ({"eps": float("inf")}, ValueError, "expected a finite eps ≥ 0, got inf"),
-        (
-            {"method": "regula falsi"},
-            ValueError,
-            "expected method 'newton' or 'bisection', got 'regula falsi'",
-        ),
     ],
 )
 def test_invert_rmsnorm_refuses(changes: dict, error: type, message: str) -> None:

@@ -22,8 +22,6 @@ from icl_patch import ops
 from icl_patch.ops import InversionStatus as Status
 from icl_patch.ops import reference
 
-every_method = pytest.mark.parametrize("method", ["newton", "bisection"])
-
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
@@ -44,10 +42,9 @@ POISON: dict[str, tuple[str, float, Status]] = {
 }
 
 
-@every_method
 @pytest.mark.parametrize("poison", POISON)
 @every_implementation
-def test_a_poisoned_row_leaves_the_others_alone(invert: Invert, poison: str, method: str) -> None:
+def test_a_poisoned_row_leaves_the_others_alone(invert: Invert, poison: str) -> None:
     """One of 1,024, in the middle of the batch."""
     name, value, status = POISON[poison]
     m, g = (x[:1024] for x in mixed_rows(33, 64))
@@ -58,7 +55,7 @@ def test_a_poisoned_row_leaves_the_others_alone(invert: Invert, poison: str, met
     arguments["g"][row] *= 1e-3  # no root: the fallback is looked at
 
     def run(m: Tensor, g: Tensor, rms: Tensor, fallback: Tensor) -> ops.RMSNormInverse:
-        return invert(g, m, rms, 1e-6, fallback, method)
+        return invert(g, m, rms, 1e-6, fallback)
 
     clean = run(**arguments)
     assert clean.status[row] == Status.HARD
@@ -98,24 +95,21 @@ def test_one_bad_number_is_found_wherever_it_is(invert: Invert, bad: float, wher
     assert (invert(g, m, torch.ones(4)).status == Status.NONFINITE).all()
 
 
-@every_method
 @pytest.mark.parametrize("n", [1, 7, 48, 129, 1000])
 @every_implementation
-def test_a_row_does_not_see_its_batch(invert: Invert, n: int, method: str) -> None:
+def test_a_row_does_not_see_its_batch(invert: Invert, n: int) -> None:
     m, g = mixed_rows(n, 4)
     batch = len(m)
     rms, eps = torch.rand(batch, generator=seeded(0)) + 0.5, 1e-6
-    together = invert(g, m, rms, eps, method=method)
+    together = invert(g, m, rms, eps)
     for rows in (
         torch.arange(batch).flip(0),
         torch.arange(13),
         *torch.arange(0, batch, 5).split(1),
     ):
-        assert same_rows(invert(g[rows], m[rows], rms[rows], eps, method=method), together, rows)
-    one_scale = invert(g[:5], m[3], rms[:5], eps, method=method)
-    assert same_rows(
-        one_scale, invert(g[:5], m[3].expand(5, n).clone(), rms[:5], eps, method=method)
-    )
+        assert same_rows(invert(g[rows], m[rows], rms[rows], eps), together, rows)
+    one_scale = invert(g[:5], m[3], rms[:5], eps)
+    assert same_rows(one_scale, invert(g[:5], m[3].expand(5, n).clone(), rms[:5], eps))
 
 
 @pytest.fixture
@@ -126,10 +120,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @needs_native
-@every_method
 @pytest.mark.parametrize(("n", "per_family"), [(1, 4000), (33, 200), (2050, 3)])
 def test_a_row_does_not_see_the_threads(
-    n: int, per_family: int, method: str, threads: Callable[[int], None]
+    n: int, per_family: int, threads: Callable[[int], None]
 ) -> None:
     m, g = mixed_rows(n, per_family)
     rms = torch.rand(len(m), generator=seeded(0)) + 0.5
@@ -138,8 +131,8 @@ def test_a_row_does_not_see_the_threads(
         threads(count)
         results.append(
             (
-                ops.invert_rmsnorm(g, m, rms, 1e-6, g, method),
-                ops.stable_scale(g, m, g.flip(1), 1e-6, method),
+                ops.invert_rmsnorm(g, m, rms, 1e-6, g),
+                ops.stable_scale(g, m, g.flip(1), 1e-6),
             )
         )
     for inverse, stable in results[1:]:

@@ -58,12 +58,6 @@ def test_long_rows(n: int) -> None:
             check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
 
 
-@pytest.mark.parametrize("family", [family for family in ROWS if family != "near_hard"])
-def test_bisection(family: str) -> None:
-    for _, m, g, rms, eps in sweep(list(FLOATS.values()), SIZES, [family], 40):
-        check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps, method="bisection"), most=64)
-
-
 @pytest.mark.parametrize("family", ROWS)
 def test_thousands_of_rows_against_the_oracle(family: str) -> None:
     count, checked = 60 if family == "near_hard" else 20, 0

@@ -2,14 +2,14 @@
 them.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from support import traced
-from support.numeric import UNIT, normal, same_bits, seeded
+from support.linear_cases import LAYOUTS, Case, linear_case
+from support.numeric import UNIT, by_columns, in_gaps, normal, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import ops
@@ -23,90 +23,48 @@ both_layouts = pytest.mark.parametrize("transposed", [False, True], ids=["NK", "
 SHAPES = [(1, 1), (3, 5), (4, 16), (7, 33), (64, 64), (129, 257), (513, 1023)]
 
 
-def patched_linear(*arguments: Tensor | torch.dtype | None) -> Tensor:
-    return torch.ops.icl_patch.patched_linear(*arguments)
+def patched_linear(*arguments: Tensor | None, **named: Tensor | torch.dtype | None) -> Tensor:
+    return torch.ops.icl_patch.patched_linear(*arguments, **named)
 
 
-@functools.cache
-def parameters(n: int, k: int, dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Tensor]:
-    rng = seeded(0)
-    weight = normal(rng, k, n, dtype=dtype).T if transposed else normal(rng, n, k, dtype=dtype)
-    return weight, normal(rng, n, dtype=dtype)
-
-
-def inputs(
-    rows: int, n: int, k: int, dtype: torch.dtype, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return normal(seeded(1), rows, k, dtype=dtype), *parameters(n, k, dtype, transposed)
-
-
-def factors(
-    kind: str, rows: int, n: int, k: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """u, v and index of a kind: none, one a row, three a row, shared, or a pool."""
-    rng = seeded(5)
-    sizes = {"row": (rows,), "ranks": (rows, 3), "shared": (1, 2), "pool": (4, 2)}
+def case(
+    kind: str, rows: int, n: int, k: int, dtype: torch.dtype, transposed: bool = False
+) -> Case:
+    """Arguments with factors of a layout, or none."""
+    made = linear_case("row" if kind == "none" else kind, (rows, n, k), 3, dtype)
+    if transposed:
+        made.weight = by_columns(made.weight)
     if kind == "none":
-        return None, None, None
-    u, v = (normal(rng, *sizes[kind], width, dtype=torch.float32) for width in (n, k))
-    return u, v, torch.arange(rows) % 5 - 1 if kind == "pool" else None
-
-
-def by_formula(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor,
-    index: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """``z Wᵀ + Σ_r (z·v_r) u_r + b`` in fp64, and the sum of the absolute values of its terms."""
-
-    def total(
-        z: Tensor, weight: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor
-    ) -> Tensor:
-        y = z @ weight.T + bias
-        if u is None or v is None:
-            return y
-        u, v = (factor.unsqueeze(1) if factor.dim() == 2 else factor for factor in (u, v))
-        chosen = torch.arange(len(z)) * (len(u) > 1) if index is None else index
-        term = torch.einsum("mk,mrk,mrn->mn", z, v[chosen.clamp(min=0)], u[chosen.clamp(min=0)])
-        return y + torch.where((chosen < 0).unsqueeze(1), 0.0, term)
-
-    wide = [None if x is None else x.double() for x in (z, weight, u, v, bias)]
-    return total(*wide), total(*(None if x is None else x.abs() for x in wide))
+        made.u, made.v, made.row_u = None, None, 0 * made.row_u
+    return made
 
 
 @both_layouts
 @every_dtype
-@pytest.mark.parametrize("kind", ["none", "row", "ranks", "shared", "pool"])
+@pytest.mark.parametrize("kind", ["none", *LAYOUTS])
 def test_against_the_formula(kind: str, dtype: torch.dtype, transposed: bool) -> None:
     """The fp32 sum is within a few roundings of its terms, and any other output is that sum rounded
     once.
     """
     for n, k in SHAPES:
-        all_z, weight, bias = inputs(35, n, k, dtype, transposed)
-        all_u, all_v, all_index = factors(kind, 35, n, k)
-        want, size = by_formula(all_z, weight, all_u, all_v, bias, all_index)
+        of = case(kind, 35, n, k, dtype, transposed)
+        want, size = of.expected()
         for rows in (1, 2, 3, 5, 16, 35):
-            z, index = all_z[:rows], None if all_index is None else all_index[:rows]
-            of_rows = slice(rows if kind in ("row", "ranks") else None)
-            u, v = (None if x is None else x[of_rows] for x in (all_u, all_v))
-            wide = patched_linear(z, weight, u, v, bias, index, torch.float32)
+            arguments = of.rows(slice(rows)).arguments
+            wide = patched_linear(**arguments, out_dtype=torch.float32)
             assert wide.dtype == torch.float32
             error = (wide.double() - want[:rows]).abs()
             assert (error <= 16 * UNIT[torch.float32] * size[:rows]).all()
             for out_dtype in (None, torch.bfloat16, torch.float16):
-                out = patched_linear(z, weight, u, v, bias, index, out_dtype)
+                out = patched_linear(**arguments, out_dtype=out_dtype)
                 assert same_bits(out, wide.to(out_dtype or dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_factors_in_half_precision(dtype: torch.dtype) -> None:
-    z, weight, bias = inputs(5, 129, 257, torch.float32, False)
-    u, v = (x.to(dtype) for x in factors("ranks", 5, 129, 257)[:2] if x is not None)
-    want, size = by_formula(z, weight, u, v, bias, None)
-    got = patched_linear(z, weight, u, v, bias)
+    of = linear_case("row-rank", (5, 129, 257), 3, torch.float32, dtype)
+    want, size = of.expected()
+    got = patched_linear(**of.arguments)
     assert ((got.double() - want).abs() <= 16 * UNIT[torch.float32] * size).all()
 
 
@@ -114,39 +72,18 @@ def test_factors_in_half_precision(dtype: torch.dtype) -> None:
 @every_dtype
 def test_a_row_does_not_see_the_others(dtype: torch.dtype, transposed: bool) -> None:
     for n, k in SHAPES:
-        z, weight, bias = inputs(37, n, k, dtype, transposed)
-        u, v, _ = factors("ranks", 37, n, k)
-        together = patched_linear(z, weight, u, v, bias)
+        of = case("row-rank", 37, n, k, dtype, transposed)
+        together = patched_linear(**of.arguments)
         for rows in (slice(0, 1), slice(3, 5), slice(7, 10), slice(9, 16), slice(12, 36)):
-            assert same_bits(
-                patched_linear(z[rows], weight, u[rows], v[rows], bias), together[rows]
-            )
-
-
-@both_layouts
-@every_dtype
-def test_a_row_without_a_patch_has_the_bits_of_the_plain_map(
-    dtype: torch.dtype, transposed: bool
-) -> None:
-    for n, k in SHAPES:
-        z, weight, bias = inputs(11, n, k, dtype, transposed)
-        u, v, index = factors("pool", 11, n, k)
-        plain, patched = (
-            patched_linear(z, weight, None, None, bias),
-            patched_linear(z, weight, u, v, bias, index),
-        )
-        assert same_bits(patched[index < 0], plain[index < 0])
-        assert n == 1 or not torch.equal(patched[index >= 0], plain[index >= 0])
-        all_plain = patched_linear(z, weight, u, v, bias, torch.full((11,), -1))
-        assert same_bits(all_plain, plain)
+            assert same_bits(patched_linear(**of.rows(rows).arguments), together[rows])
 
 
 @both_layouts
 @every_dtype
 def test_recording_has_the_bits_of_the_replay(dtype: torch.dtype, transposed: bool) -> None:
     for n, k in SHAPES:
-        all_z, weight, bias = inputs(2 * 19, n, k, dtype, transposed)
-        _, all_v, _ = factors("row", 19, n, k)
+        of = case("row", 2 * 19, n, k, dtype, transposed)
+        all_z, weight, all_v, bias = of.z, of.weight, of.v, of.bias
         wide_ctx, wide = all_z.double().chunk(2)
         exact = (wide_ctx - wide) @ weight.double().T
         size = (wide_ctx.abs() + wide.abs()) @ weight.double().abs().T
@@ -161,23 +98,22 @@ def test_recording_has_the_bits_of_the_replay(dtype: torch.dtype, transposed: bo
 
 
 @every_dtype
-@pytest.mark.parametrize("kind", ["row", "ranks", "shared", "pool"])
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_the_low_rank_term_alone(kind: str, dtype: torch.dtype) -> None:
     """On the plain map before its rounding it has the bits of the whole; and on any other output it
     is right to the rounding.
     """
     for rows, (n, k) in itertools.product((1, 3, 18), SHAPES):
-        z, weight, bias = inputs(rows, n, k, dtype, False)
-        u, v, index = factors(kind, rows, n, k)
-        plain = patched_linear(z, weight, None, None, bias, None, torch.float32)
+        of = case(kind, rows, n, k, dtype)
+        factors = (of.z, of.u, of.v, of.index)
+        plain = patched_linear(**of.plain, out_dtype=torch.float32)
         for out_dtype in (torch.float32, dtype):
-            out = torch.ops.icl_patch.add_low_rank(plain, z, u, v, index, out_dtype)
-            assert same_bits(out, patched_linear(z, weight, u, v, bias, index, out_dtype))
-        spread = torch.stack([plain.to(dtype), torch.full_like(plain, torch.nan, dtype=dtype)], -1)[
-            ..., 0
-        ]
-        out = torch.ops.icl_patch.add_low_rank(spread, z, u, v, index)
-        term, size = by_formula(z, torch.zeros_like(weight), u, v, torch.zeros_like(bias), index)
+            out = torch.ops.icl_patch.add_low_rank(plain, *factors, out_dtype)
+            assert same_bits(out, patched_linear(**of.arguments, out_dtype=out_dtype))
+        spread = in_gaps(plain.to(dtype))
+        out = torch.ops.icl_patch.add_low_rank(spread, *factors)
+        of.weight, of.bias = torch.zeros_like(of.weight), None
+        term, size = of.expected()
         assert out.dtype == dtype
         want = spread.double() + term
         assert (
@@ -188,8 +124,7 @@ def test_the_low_rank_term_alone(kind: str, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_strides_and_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
-    z, weight, bias = inputs(5, 515, 1000, dtype, False)
-    u, v, _ = factors("ranks", 5, 515, 1000)
+    z, weight, u, v, bias, _ = case("row-rank", 5, 515, 1000, dtype).arguments.values()
     plain = patched_linear(z, weight, u, v, bias)
     padded = torch.full((515, 1007), torch.nan, dtype=dtype)
     padded[:, 3:1003] = weight
@@ -210,8 +145,7 @@ def test_strides_and_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_poisoned_row_stays_alone() -> None:
-    z, weight, bias = inputs(6, 67, 130, torch.float32, False)
-    u, v, _ = factors("row", 6, 67, 130)
+    z, weight, u, v, bias, _ = case("row", 6, 67, 130, torch.float32).arguments.values()
     clean = patched_linear(z, weight, u, v, bias)
     z[2, 129] = torch.nan
     dirty = patched_linear(z, weight, u, v, bias)
@@ -220,7 +154,7 @@ def test_a_poisoned_row_stays_alone() -> None:
 
 
 def test_nothing_to_do() -> None:
-    z, weight, bias = inputs(0, 9, 17, torch.float32, False)
+    z, weight, bias = case("none", 0, 9, 17, torch.float32).plain.values()
     assert patched_linear(z, weight, None, None, bias).shape == (0, 9)
     assert patched_linear(z.new_ones(3, 17), weight[:0]).shape == (3, 0)
     none_to_sum = patched_linear(z.new_ones(3, 0), weight[:, :0], None, None, bias)

@@ -147,11 +147,6 @@ def test_compiled_without_a_graph_break() -> None:
 
 X = torch.ones(3, 5)
 ERRORS = {
-    "vector": (
-        lambda: ops.rms_norm(X[0], X[0], 1e-5),
-        ValueError,
-        "expected x with 2 dimensions, got (5,)",
-    ),
     "no columns": (
         lambda: ops.rms_norm(X[:, :0], X[0, :0], 1e-5),
         ValueError,
@@ -162,7 +157,6 @@ ERRORS = {
         ValueError,
         "expected scale (3, 5) or (5,), got (2, 5)",
     ),
-    "integers": (lambda: ops.rms_norm(X.int(), X, 1e-5), TypeError, FLOATING.format("x", "int32")),
     "integer scale": (
         lambda: ops.rms_norm(X, X.int(), 1e-5),
         TypeError,

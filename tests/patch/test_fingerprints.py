@@ -322,7 +322,7 @@ def forward(patcher: ContextPatcher) -> None:
 
 
 def generate(patcher: ContextPatcher) -> None:
-    for step in patcher.generate(IDS, max_new_tokens=3, check_every=1):
+    for step in patcher.generate(IDS, max_new_tokens=3):
         assert step.patch.info.fingerprint == patcher.fingerprint
 
 

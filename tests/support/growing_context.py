@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from icl_patch import ContextPatcher
-from icl_patch.recording.compute import Computation
+from icl_patch.recording.passes import Computation
 from icl_patch.recording.sequences import absorb_all_but_last, check_context, switches
 
 

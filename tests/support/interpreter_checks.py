@@ -62,8 +62,7 @@ def test_a_tuned_configuration_is_checked(
 ) -> None:
     weight = torch.randn(17, 70).bfloat16() / 8
     config = Config(True, 16, 32, 128, 4, 2)
-    operands = tuning.operands_of(weight, 2, 1)
-    tuning.check(operands, weight, config)
+    tuning.check(weight, 2, 1, config)
     right, calls = tuning.launch_linear, []
 
     def launch(z: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
@@ -72,4 +71,4 @@ def test_a_tuned_configuration_is_checked(
 
     monkeypatch.setattr(tuning, "launch_linear", launch)
     with pytest.raises(AssertionError, match=said):
-        tuning.check(operands, weight, config)
+        tuning.check(weight, 2, 1, config)

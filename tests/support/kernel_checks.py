@@ -26,6 +26,7 @@ from torch import Tensor
 
 from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED, Config, config_for
+from icl_patch.kernels.ops.coefficients import plan_coefficients
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
@@ -218,17 +219,8 @@ def rows_keep_their_bits(
     for count in counts:
         for start in {0, len(case.z) - count}:
             part = slice(start, start + count)
-            own = {name: getattr(case, name)[part] for name in ("z", "u", "v")}
-            out = run(
-                own["z"],
-                case.weight,
-                own["u"],
-                own["v"],
-                case.bias,
-                index=None,
-                path=path,
-                out_dtype=torch.float32,
-            )
+            own = case.rows(part).arguments
+            out = run(**own, path=path, out_dtype=torch.float32)
             if not same_bits(out, whole[part]):
                 return False
     return True
@@ -255,11 +247,10 @@ def test_a_path_serves_any_number_of_rows(dtype: torch.dtype, path: str) -> None
 def test_the_batch_shows_where_the_order_follows_it(dtype: torch.dtype) -> None:
     """The two tests above can fail: here the blocks of K depend on the number of rows."""
 
-    def careless(z: Tensor, *args: object, **options: object) -> Tensor:
+    def careless(z: Tensor, **options: object) -> Tensor:
         config = config_for("", dtype, 24, "gemv")
         return launch_linear(
             z,
-            *args,
             **options,
             config=replace(
                 config, dot=False, sums=1, block_n=16, block_k=64 if len(z) > 2 else 128
@@ -288,7 +279,7 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
 ) -> None:
     k = 2200 if INTERPRETED else 4300  # segments are of 2048
     case = linear_case("row-rank", (rows, 7, k), rank, dtype)
-    coeff = kernels.coefficients(case.z, case.v)
+    coeff = coefficients(case.z, case.v)
     for n in (20, 5000):  # steps of 256 and of 128 elements
         config = config_for("", dtype, n, "gemv")
         inside, before = (
@@ -311,6 +302,10 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
         for fused in ((True, False) if INTERPRETED else (True,))
     ]
     assert any(same_bits(coeff, order) for order in orders)
+
+
+def coefficients(z: Tensor, v: Tensor) -> Tensor:
+    return plan_coefficients(z, v, None)(z, v, None)
 
 
 def documented_order(z: Tensor, v: Tensor, fused: bool) -> Tensor:
@@ -447,28 +442,24 @@ def test_record_linear(dtype: torch.dtype, rows: int) -> None:
         for size in ((2 * rows, 130), (35, 130), (35,))
     )
     z_ctx, z = pair.chunk(2)
+    direction = kernels.read_direction(z)
     for weight_, bias_ in ((weight, None), (by_columns(weight), bias)):
-        recorded = kernels.record_linear(poisoned(pair), weight_, bias_)
-        u, v = recorded.u, recorded.direction.v
+        [(y_pair, u)] = kernels.record_linears(poisoned(pair), [weight_], [bias_], direction.coeff)
         exact = (z_ctx.double() - z.double()) @ weight.double().T
-        assert (
-            (u - exact).abs()
-            <= 64 * UNIT[torch.float32] * (pair.double().abs() @ weight.double().abs().T).amax()
-        ).all()
+        size = (pair.double().abs() @ weight.double().abs().T).amax()
+        assert ((u - exact).abs() <= 64 * UNIT[torch.float32] * size).all()
         target = F.linear(
             z_ctx.double(), weight.double(), None if bias_ is None else bias_.double()
         )
-        for y in (recorded.y, recorded.y_ctx):
+        for y in y_pair.chunk(2):
             tolerance = (
                 rounding(dtype) * target.abs() + 256 * UNIT[torch.float32] * target.abs().amax()
             )
             assert ((y.double() - target).abs() <= tolerance).all()
-        assert same_bits(kernels.patched_linear(z, weight_, u, v, bias_), recorded.y)
-        assert same_bits(kernels.patched_linear(z_ctx, weight_, bias=bias_), recorded.y_ctx)
-        assert not same_bits(kernels.patched_linear(z, weight_, bias=bias_), recorded.y)
-        again = kernels.record_linear(pair, weight_, bias_, direction=recorded.direction)
-        assert same_bits(again.y_pair, recorded.y_pair)
-        assert same_bits(again.u, u)
+        replayed = kernels.patched_linear(z, weight_, u, direction.v, bias_)
+        with_context = kernels.patched_linear(z_ctx, weight_, bias=bias_)
+        assert same_bits(torch.cat([with_context, replayed]), y_pair)
+        assert not same_bits(kernels.patched_linear(z, weight_, bias=bias_), replayed)
 
 
 @every_float
@@ -489,17 +480,6 @@ def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
         assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
 
 
-def test_record_nothing() -> None:
-    recorded = kernels.record_linear(
-        torch.ones(0, 5, device=DEVICE), torch.ones(3, 5, device=DEVICE)
-    )
-    assert [x.shape for x in (recorded.y_pair, recorded.u, recorded.direction.v)] == [
-        (0, 3),
-        (0, 3),
-        (0, 5),
-    ]
-
-
 @every_float
 def test_read_direction(dtype: torch.dtype) -> None:
     for k in (1, 63, 2500):
@@ -515,7 +495,7 @@ def test_read_direction(dtype: torch.dtype) -> None:
         assert not v[2].any() and inverse[2] == coeff[2] == 0
         assert ((inverse * norm2.squeeze(-1) - 1)[:2].abs() <= 2 * UNIT[torch.float32]).all()
         assert ((coeff - 1)[:2].abs() <= 8 * UNIT[torch.float32]).all()
-        assert same_bits(coeff[:3], kernels.coefficients(z, v.unsqueeze(1))[:3])
+        assert same_bits(coeff[:3], coefficients(z, v.unsqueeze(1))[:3])
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-20, 1e-18, 1e17, 1e20, 1e38])
@@ -573,7 +553,7 @@ def test_norms(dtype: torch.dtype, offset: float, cast_first: bool) -> None:
         )
         assert same_bits(
             pair.direction.coeff,
-            kernels.coefficients(pair.z_pair[3:], pair.direction.v.unsqueeze(1)),
+            coefficients(pair.z_pair[3:], pair.direction.v.unsqueeze(1)),
         )
         assert not pair.direction.v[1].any()
 
@@ -627,6 +607,9 @@ def test_gated_product(dtype: torch.dtype, activation: str) -> None:
 
 def test_no_rows() -> None:
     empty = torch.ones(0, 7, device=DEVICE)
+    coeff = kernels.read_direction(empty).coeff
+    [(y_pair, u)] = kernels.record_linears(empty, [torch.ones(3, 7, device=DEVICE)], [None], coeff)
+    assert y_pair.shape == u.shape == (0, 3)
     assert kernels.gated_product(empty, empty, "silu").shape == (0, 7)
     assert kernels.rms_norm(empty, empty, 1e-5).shape == (0, 7)
     assert kernels.norm_pair(empty, torch.ones(7, device=DEVICE), 1e-5).delta.shape == (0, 7)
@@ -667,60 +650,32 @@ def test_where_there_is_no_such_expert_the_output_is_0() -> None:
         assert same_bits(found, out)
 
 
-def operator_calls() -> dict[str, tuple]:
+def operator_calls() -> list[tuple[str, tuple]]:
     case = linear_case("pool", (3, 5, 70), 2)
-    none = (None,) * 5
-    pair, wide = (
-        normal(seeded(2), 6, 70, dtype=torch.float32).to(DEVICE),
-        torch.ones(3, 1, device=DEVICE),
-    )
-    return {
-        "triton_patched_linear": (*case.arguments.values(), torch.float16, None),
-        "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "gemm"),
-        "triton_record_linears": (pair, [case.weight] * 3, [case.bias] * 3, wide, None),
-        "triton_add_low_rank": (
-            torch.ones(3, 5, device=DEVICE),
-            case.z,
-            case.u,
-            case.v,
-            case.index,
-            torch.float16,
-        ),
-        "triton_read_direction": (pair,),
-        "triton_norm_pair": (pair, pair[0], 1e-5, 1.0, False),
-        "triton_rms_norm": (pair, pair, 1e-5, 0.0, True),
-        "triton_gated_product": (pair, pair, "silu"),
-        "triton_expert_linear": (
-            *expert_products.case((3, 2, 4, 5, 7), torch.float32, True, True, DEVICE)[:4],
-            torch.float16,
-        ),
-    }
+    pair = normal(seeded(2), 6, 70, dtype=torch.float32).to(DEVICE)
+    wide = torch.ones(3, 1, device=DEVICE)
+    experts = expert_products.case((3, 2, 4, 5, 7), torch.float32, True, True, DEVICE)[:4]
+    factors = (case.z, case.u, case.v, case.index, torch.float16)
+    return [
+        ("patched_linear", (*case.arguments.values(), torch.float16, None)),
+        ("patched_linear", (case.z, case.weight, None, None, None, None, None, "gemm")),
+        ("record_linears", (pair, [case.weight] * 3, [case.bias] * 3, wide, None)),
+        ("add_low_rank", (torch.ones(3, 5, device=DEVICE), *factors)),
+        ("read_direction", (pair,)),
+        ("norm_pair", (pair, pair[0], 1e-5, 1.0, False)),
+        ("rms_norm", (pair, pair, 1e-5, 0.0, True)),
+        ("gated_product", (pair, pair, "silu")),
+        ("expert_linear", (*experts, torch.float16)),
+    ]
 
 
-OPERATORS = (
-    "triton_patched_linear",
-    "triton_patched_linear plain",
-    "triton_record_linears",
-    "triton_add_low_rank",
-    "triton_read_direction",
-    "triton_norm_pair",
-    "triton_rms_norm",
-    "triton_gated_product",
-    "triton_expert_linear",
-)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", range(9))
+def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    operator = getattr(torch.ops.icl_patch, name.split()[0]).default
-    checks = (
-        "test_schema",
-        "test_autograd_registration",
-        "test_faketensor",
-        "test_aot_dispatch_dynamic",
-    )
-    torch.library.opcheck(operator, operator_calls()[name], test_utils=checks)
+    name, arguments = operator_calls()[number]
+    operator = getattr(torch.ops.icl_patch, f"triton_{name}").default
+    checks = ("schema", "autograd_registration", "faketensor", "aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=[f"test_{check}" for check in checks])
 
 
 @contextmanager
@@ -769,14 +724,15 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
         z: Tensor, pair: Tensor, u: Tensor, index: Tensor, path: str | None = None
     ) -> tuple[Tensor, ...]:
         normed = kernels.norm_pair(pair, pair[0], 1e-5)
-        recorded = kernels.record_linear(
-            normed.z_pair, weight, direction=normed.direction, path=path
+        [(y_pair, recorded)] = kernels.record_linears(
+            normed.z_pair, [weight], [None], normed.direction.coeff, path
         )
         one = kernels.patched_linear(z, weight, u, z, path=path)
         pool = kernels.patched_linear(z, weight, u[:, None], z[:, None], index=index, path=path)
-        gated = kernels.gated_product(recorded.y, kernels.add_low_rank(one, z, u, z), "gelu_tanh")
+        added = kernels.add_low_rank(one, z, u, z)
+        gated = kernels.gated_product(y_pair.chunk(2)[1], added, "gelu_tanh")
         experts = kernels.expert_linear(z, weight[None], index[:, None])
-        return kernels.rms_norm(gated, u, 1e-5), recorded.u, pool, experts
+        return kernels.rms_norm(gated, u, 1e-5), recorded, pool, experts
 
     compiled = torch.compile(
         step, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, metrics
+from icl_patch.generation.loop import GenerationStep
 
 FLOATS = {
     "fp64": torch.float64,
@@ -98,6 +99,12 @@ def replay_limit(patcher: ContextPatcher, patch: ContextPatch) -> float:
     with moved_weights(patcher.model):
         off = metrics.linf(patcher.attached_model.replay(patch)[0], expected)[patch.kept_mask]
     return max(limit, NOISE_FLOORS * float(off.max()))
+
+
+def replay_error(patcher: ContextPatcher, step: GenerationStep) -> Tensor:
+    """The error (B,) of the replay of a generated token's patch; 0 for rows that had ended."""
+    replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
+    return metrics.linf(replayed, step.logits).masked_fill(~step.live, 0)
 
 
 def is_noise(off: Tensor, patcher: ContextPatcher, patch: ContextPatch) -> bool:

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from icl_patch.generation import graph_partition
-from icl_patch.ops import inversion, native
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 # What waits for the device, as the host looks at a number.
@@ -366,8 +365,6 @@ def pytest_configure() -> None:
     torch.Generator = Generator
     torch.compile = lambda function, **_: function
     graph_partition.BACKEND = lambda module, _: module
-    # whatever ICL_PATCH_OPS says: torch's solver looks at numbers, which a graph cannot
-    inversion.native_serves = native.serves
     fake_tensor.init_gpu_context = always(None)
 
     Tensor.device = property(device_of)

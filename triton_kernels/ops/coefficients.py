@@ -13,8 +13,6 @@ from torch import Tensor
 
 from icl_patch.kernels.runtime.launching import (
     Launch,
-    cached_launch,
-    ceil_div,
     dtype_of,
     power_of_two,
 )
@@ -139,22 +137,15 @@ def segments_of(k: int) -> int:
     """The segments of 2048 elements that hold K, rounded up to a power of two; beyond K all is
     0.
     """
-    return power_of_two(ceil_div(k, LANES.value * CHUNKS.value))
+    return power_of_two(triton.cdiv(k, LANES.value * CHUNKS.value))
 
 
 def steps_of(k: int) -> tuple[int, int]:
     """The chunks to read of a segment, fewer than 32 if K is short, and how many at a time."""
-    steps = min(power_of_two(ceil_div(k, LANES.value)), CHUNKS.value)
+    steps = min(power_of_two(triton.cdiv(k, LANES.value)), CHUNKS.value)
     return steps, min(steps, 8)
 
 
 def warps_for(segments: int) -> int:
     """One or two rows of lanes per warp."""
     return min(max(segments // 2, 1), 8)
-
-
-def coefficients(z: Tensor, v: Tensor, index: Tensor | None = None) -> Tensor:
-    """``c = z·v``, (M, R) fp32, for the arguments of :func:`icl_patch.kernels.patched_linear` with
-    u and v of 3 dimensions.
-    """
-    return cached_launch(plan_coefficients, (z, v, index))

@@ -20,7 +20,6 @@ from icl_patch.kernels.ops.coefficients import (
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.launching import (
     Launch,
-    ceil_div,
     power_of_two,
 )
 
@@ -136,7 +135,7 @@ def row_blocks(k: int) -> tuple[int, int, int, int, int]:
     segments = segments_of(k)
     segment = min(power_of_two(k), LANES.value * CHUNKS.value)
     width = max(min(segment, 4096 // segments), LANES.value)
-    return *steps_of(k), segments, width, ceil_div(segment, width)
+    return *steps_of(k), segments, width, triton.cdiv(segment, width)
 
 
 def row_warps(k: int) -> int:

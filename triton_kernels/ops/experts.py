@@ -15,7 +15,6 @@ from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import GEMV, Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import (
     Launch,
-    ceil_div,
     dtype_of,
 )
 
@@ -115,7 +114,7 @@ def plan_experts(
         config.num_stages,
     )
     inputs = (x.dtype, weight.dtype, dtype_of(bias), expert.dtype)
-    programs = rows * chosen * ceil_div(n, block_n)
+    programs = rows * chosen * triton.cdiv(n, block_n)
     return Launch(
         _expert_kernel,
         programs,

@@ -8,7 +8,7 @@ from torch import Tensor
 from icl_patch.activations import activation_code
 from icl_patch.checks import check_gated_product
 from icl_patch.kernels.runtime import library
-from icl_patch.kernels.runtime.launching import Launch, ceil_div
+from icl_patch.kernels.runtime.launching import Launch
 
 _BLOCK = 1024
 
@@ -46,7 +46,7 @@ def _gated_kernel(
 def plan_gated(gate: Tensor, up: Tensor, activation: str) -> Launch:
     """Plan the product of gate and up."""
     rows, n = gate.shape
-    column_blocks = ceil_div(n, _BLOCK)
+    column_blocks = triton.cdiv(n, _BLOCK)
     rest = (n, column_blocks, *gate.stride(), *up.stride(), activation_code(activation), _BLOCK)
     return Launch(
         _gated_kernel,

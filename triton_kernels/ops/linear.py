@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 
 from icl_patch.checks import check_patched_linear
@@ -16,7 +17,6 @@ from icl_patch.kernels.runtime.launching import (
     Launch,
     Memory,
     cached_launch,
-    ceil_div,
     dtype_of,
     has_pdl,
     power_of_two,
@@ -54,7 +54,7 @@ def coefficient_block(
     step at a time, padded by a row if necessary, unless that takes many registers a thread.
     """
     threads, needed = 32 * config.num_warps, coefficient_rows(block_m, rows)
-    padded = max(needed, power_of_two(ceil_div(4 * threads, config.block_k * dtype.itemsize)))
+    padded = max(needed, power_of_two(triton.cdiv(4 * threads, config.block_k * dtype.itemsize)))
     if dtype.itemsize >= 4 or padded > block_m or fused * padded * config.block_k > 8 * threads:
         return needed, LANES.value
     return padded, config.block_k
@@ -78,8 +78,8 @@ def plan_linear(
     record: bool = False,
     second: Tensor | None = None,
 ) -> Launch:
-    """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index, the coefficients of
-    :func:`plan_before`, and the weight and bias of a second map of z, or None for each.
+    """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index, the coefficients unless the
+    kernel sums them, and the weight and bias of a second map of z, or None for each.
 
     u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
     are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
@@ -113,7 +113,7 @@ def plan_linear(
     widths = [n] if second is None else [n, len(second)]
     for width in widths:
         outputs += [((len(z), width), dtype), ((rows, width), torch.float32) if record else None]
-    tiles = ceil_div(rows, block_m) * sum(ceil_div(width, block_n) for width in widths)
+    tiles = triton.cdiv(rows, block_m) * sum(triton.cdiv(width, block_n) for width in widths)
     partial: Memory = ((config.splits * len(z) * sum(widths),), torch.float32)
     rest: tuple = (
         rows,
@@ -155,17 +155,6 @@ def plan_linear(
     )
 
 
-def plan_before(z: Tensor, v: Tensor | None, index: Tensor | None, config: Config) -> Launch | None:
-    """The launch that computes the coefficients, or None if the linear kernel does so; v (M, R, K),
-    (1, R, K) or a pool.
-    """
-    return (
-        None
-        if v is None or sums_coefficients(config, len(z), v.shape[1])
-        else plan_coefficients(z, v, index)
-    )
-
-
 def launch_linear(
     z: Tensor,
     weight: Tensor,
@@ -200,7 +189,9 @@ def _plan(
     config = config or config_for(
         gpu_name(z.device), weight.dtype, len(weight), path or product_path(len(z))
     )
-    before = plan_before(z, v, index, config)
+    before = None
+    if v is not None and not sums_coefficients(config, len(z), v.shape[1]):
+        before = plan_coefficients(z, v, index)
     launch = plan_linear(z, weight, u, v, bias, index, out_dtype or z.dtype, config)
 
     def call(

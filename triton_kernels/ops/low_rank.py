@@ -12,7 +12,6 @@ from icl_patch.kernels.ops.coefficients import plan_coefficients
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.launching import (
     Launch,
-    ceil_div,
     dtype_of,
 )
 
@@ -60,7 +59,7 @@ def plan_low_rank(plain: Tensor, u: Tensor, index: Tensor | None, dtype: torch.d
     and the coefficients (M, R).
     """
     rows, n = plain.shape
-    column_blocks = ceil_div(n, _BLOCK)
+    column_blocks = triton.cdiv(n, _BLOCK)
     stride_um = 0 if index is None and u.shape[0] == 1 else u.stride(0)
     rest = (
         n,

@@ -1,37 +1,16 @@
 """One pass over W for both streams: their outputs, and the patch that makes them equal."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from icl_patch.checks import check_record_linear
-from icl_patch.kernels.ops.direction import ReadDirection, read_direction
 from icl_patch.kernels.ops.linear import plan_linear, product_path
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import cached_launch, check_served, needs_op
-
-
-class Recorded(NamedTuple):
-    """y_pair (2M, N), the context rows' output and the reduced rows' patched output; u (M, N) fp32;
-    the reduced rows' direction.
-    """
-
-    y_pair: Tensor
-    u: Tensor
-    direction: ReadDirection
-
-    @property
-    def y_ctx(self) -> Tensor:
-        """(M, N), of the context stream."""
-        return self.y_pair[: len(self.u)]
-
-    @property
-    def y(self) -> Tensor:
-        """(M, N), of the reduced stream, with its patch."""
-        return self.y_pair[len(self.u) :]
 
 
 def launch_record(
@@ -42,9 +21,7 @@ def launch_record(
     path: str | None = None,
     config: Config | None = None,
 ) -> list[Tensor]:
-    """:func:`record_linears` for given coefficients, straight to the kernel: y_pair and u of each
-    weight.
-    """
+    """:func:`record_linears`, straight to the kernel: y_pair and u of each weight, in a row."""
     maps = (x for of in zip(weights, biases, strict=True) for x in of)
     return cached_launch(_plan, (z_pair, coeff, *maps), path, config)
 
@@ -110,16 +87,16 @@ _record_linears = library.define(
 )
 
 
-def record_linear(
+def record_linears(
     z_pair: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    direction: ReadDirection | None = None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    coeff: Tensor,
     path: str | None = None,
-) -> Recorded:
-    """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``,
-    reading W once.
+) -> list[tuple[Tensor, Tensor]]:
+    """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``
+    of each weight, reading it once; two neighbours share a launch if they have the same arithmetic
+    and layout.
 
     u is the difference of the two fp32 sums, before the bias. ``patched_linear(z, weight, u, v,
     bias)`` gives y again bit for bit, and ``patched_linear(z_ctx, weight, None, None, bias)``
@@ -128,14 +105,14 @@ def record_linear(
     Args:
         z_pair: (2M, K) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced
             stream.
-        weight, bias: as for :func:`icl_patch.kernels.patched_linear`.
-        direction: of the reduced rows, from :func:`read_direction` or
-            :func:`icl_patch.kernels.norm_pair`; it is shared by all linear maps that read one z.
-            By default it is computed by a separate launch.
+        weights, biases: each as for :func:`icl_patch.kernels.patched_linear`.
+        coeff: (M, 1) fp32, ``z·v`` of the reduced rows, from
+            :func:`icl_patch.kernels.read_direction` or :func:`icl_patch.kernels.norm_pair`.
         path: ``"gemv"`` or ``"gemm"``; by default as ``patched_linear`` chooses for M rows.
 
     Returns:
-        Recorded(y_pair, u, direction). Not differentiable.
+        y_pair (2M, N), the context rows' output and the reduced rows' patched output, and u (M, N)
+        fp32, of each weight. Not differentiable.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -143,28 +120,11 @@ def record_linear(
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    if direction is None:
-        check_record_linear(z_pair, weight, bias)
-        direction = read_direction(z_pair[z_pair.shape[0] // 2 :])
-    return record_linears(z_pair, [weight], [bias], direction=direction, path=path)[0]
-
-
-def record_linears(
-    z_pair: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    direction: ReadDirection,
-    path: str | None = None,
-) -> list[Recorded]:
-    """:func:`record_linear` of each weight and bias, bit for bit; two neighbours share a
-    launch if they have the same arithmetic and layout.
-    """
-    arguments = (z_pair, weights, biases, direction.coeff, path)
+    arguments = (z_pair, weights, biases, coeff, path)
     if needs_op(z_pair, *weights, *biases):
         for of in zip(weights, biases, strict=True):
-            _check(z_pair, *of, direction.coeff)
+            _check(z_pair, *of, coeff)
         flat = _record_linears(*arguments)
     else:
         flat = launch_record(*arguments)
-    return [Recorded(y, u, direction) for y, u in zip(flat[::2], flat[1::2], strict=True)]
+    return list(zip(flat[::2], flat[1::2], strict=True))

@@ -120,7 +120,7 @@ def counters(count: int, device: torch.device) -> Tensor:
     The launches of a stream share them, as they run one after the other. A launch that is captured
     into a CUDA graph has its own, because the graph may run beside that stream.
     """
-    count = 4 * ceil_div(count, 4)  # Triton compiles again for addresses that are not aligned
+    count = 4 * triton.cdiv(count, 4)  # Triton compiles again for addresses that are not aligned
     on_gpu = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
     captured = on_gpu and torch.cuda.is_current_stream_capturing()
@@ -176,11 +176,6 @@ def cached_launch(
             _launches.clear()
         _launches[key] = launch
     return launch(*tensors)
-
-
-def ceil_div(a: int, b: int) -> int:
-    """``⌈a / b⌉``."""
-    return -(-a // b)
 
 
 def power_of_two(n: int) -> int:

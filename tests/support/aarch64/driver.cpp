@@ -54,7 +54,7 @@ void report(const std::string& name, const std::vector<T>& values) {
   std::fwrite(values.data(), sizeof(T), values.size(), stdout);
 }
 
-void invert(int dtype_index, int64_t n, bool update, bool bisection) {
+void invert(int dtype_index, int64_t n, bool update) {
   const DType dtype = kDTypes[dtype_index];
   const int64_t rows = 9;
   Numbers target(dtype, rows, n, update ? 0.1 : 1), scale(dtype, 1, n, 0.3, 1);
@@ -76,7 +76,6 @@ void invert(int dtype_index, int64_t n, bool update, bool bisection) {
   call.rms = rms.matrix;
   call.fallback = fallback.matrix;
   call.eps = 1e-6;
-  call.bisection = bisection;
   call.hidden_is_fp64 = dtype == DType::kFp64;
   call.hidden = call.hidden_is_fp64 ? static_cast<void*>(hidden64.data()) : hidden32.data();
   call.shift = shift.data();
@@ -85,8 +84,7 @@ void invert(int dtype_index, int64_t n, bool update, bool bisection) {
   call.evaluations = evaluations.data();
   portable::invert_rows(call, 0, rows);
   const std::string name = std::string("inversion/") + kNames[dtype_index] + "/" +
-                           std::to_string(n) + (update ? "/update" : "") +
-                           (bisection ? "/bisection" : "");
+                           std::to_string(n) + (update ? "/update" : "");
   if (call.hidden_is_fp64) report(name + "/hidden", hidden64);
   else report(name + "/hidden", hidden32);
   report(name + "/shift", shift);
@@ -172,8 +170,7 @@ void row_ops(int dtype_index, int64_t n) {
 int main() {
   for (int dtype = 0; dtype < 4; ++dtype)
     for (const int64_t n : {1, 7, 64, 1000})
-      for (const bool update : {false, true})
-        for (const bool bisection : {false, true}) invert(dtype, n, update, bisection);
+      for (const bool update : {false, true}) invert(dtype, n, update);
   for (int dtype = 1; dtype < 4; ++dtype) {
     for (const bool transposed : {false, true}) multiply(dtype, transposed);
     for (const int64_t n : {5, 700}) row_ops(dtype, n);

@@ -12,9 +12,9 @@ double shared_memory[1 << 15];
 // the next.
 extern "C" const char* invert_rows(int64_t rows, int64_t n, bool update, int dtype, int64_t column,
                                    const void* target, const void* scale, const void* rms,
-                                   const void* fallback, double eps, bool bisection,
-                                   int shared_memory_limit, void* hidden, double* shift,
-                                   double* new_scale, int8_t* status, int32_t* evaluations) {
+                                   const void* fallback, double eps, int shared_memory_limit,
+                                   void* hidden, double* shift, double* new_scale, int8_t* status,
+                                   int32_t* evaluations) {
   using namespace icl_patch;
   emulated::shared_memory_limit = shared_memory_limit;
   const auto matrix = [&](const void* data) {
@@ -28,7 +28,6 @@ extern "C" const char* invert_rows(int64_t rows, int64_t n, bool update, int dty
   call.rms = {rms, static_cast<DType>(dtype), 1, 1};
   if (fallback) call.fallback = matrix(fallback);
   call.eps = eps;
-  call.bisection = bisection;
   call.hidden = hidden;
   call.hidden_is_fp64 = call.scale.dtype == DType::kFp64;
   call.shift = shift;

@@ -1,12 +1,20 @@
-"""One launch of every kernel and every configuration in the data files, on tensors without storage,
-to compile ahead of time.
+"""Compiling launches ahead of time, without the GPU and on tensors without storage: the resources
+that they take, and a launch of every kernel in every configuration of the data files.
 """
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 from icl_patch.activations import ACTIVATIONS
 from icl_patch.kernels.ops.coefficients import plan_coefficients
@@ -18,6 +26,95 @@ from icl_patch.kernels.ops.low_rank import plan_low_rank
 from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
 from icl_patch.kernels.runtime.config import GEMV, Config, TunedConfig, data_files
 from icl_patch.kernels.runtime.launching import Launch
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024}
+"""Bytes of shared memory that one program can have, by compute capability; 99 KB on others."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The report of ``ptxas`` and Triton on one kernel: registers per thread; bytes of spills,
+    stack and shared memory.
+    """
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+
+    def problem(self, capability: int) -> str | None:
+        """Why the kernel should not be used, or None: spills, or too much shared memory."""
+        if self.spill_stores or self.spill_loads:
+            return "spills registers"
+        limit = SHARED_MEMORY.get(capability, 99 * 1024)
+        return (
+            f"takes {self.shared} bytes of shared memory, there are {limit}"
+            if self.shared > limit
+            else None
+        )
+
+
+class _Target:
+    """A driver that tells Triton's compiler which GPU to compile for, without touching one."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        # kernels are kept by device: those for another target are others
+        return int(self._target.arch)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_ahead(launch: Launch, capability: int) -> Any:
+    """Compile for compute capability ``capability`` (80, 90, …), as the launch itself would, into
+    Triton's cache on disk, where it will find it. No other thread may launch meanwhile.
+
+    Returns:
+        Triton's compiled kernel, with its ``metadata`` and ``asm``.
+    """
+    driver = triton.runtime.driver
+    driver.set_active(_Target(capability))
+    try:
+        return launch.kernel.warmup(*launch.arguments, grid=(launch.programs,), **launch.options)
+    finally:
+        if torch.cuda.is_available():  # else there is no driver to go back to
+            driver.reset_active()
+
+
+def resources(launch: Launch, capability: int) -> Resources:
+    """Compile, assemble with Triton's own ``ptxas`` and read its report."""
+    compiled = compile_ahead(launch, capability)
+    architecture = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])
+    assert architecture is not None
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(compiled.asm["ptx"])
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={architecture[1]}",
+            str(ptx),
+            "-o",
+            str(Path(folder, "kernel.cubin")),
+        ]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*Used (\d+)"
+        r" registers",
+        report,
+        re.S,
+    )
+    assert found is not None, report
+    stack, stores, loads, registers = map(int, found.groups())
+    return Resources(registers, stores, loads, stack, compiled.metadata.shared)
+
 
 # By name: rank, rows for the paths "gemv" and "gemm"; where a rank is not given there is no patch.
 VARIANTS = {
@@ -82,7 +179,8 @@ def entry_launches(entry: TunedConfig, capability: int) -> Iterator[tuple[str, L
 
 def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
     """Every launch, by name: of the linear kernels and of the experts' in every configuration for
-    GPUs of the compute capability (those of both fp16 and bf16 in bf16 only), then of the others.
+    GPUs of the compute capability (those of both fp16 and bf16 in bf16 only), then of the others,
+    for rows of 5376 and 21504 elements.
     """
     seen = set()
     for file, entries in data_files(capability).items():
@@ -95,7 +193,19 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
                     yield f"{file}: {entry.path} {entry.dtype}{size}, {variant}", launch
             if entry.path == GEMV and entry.dtype != "float16":
                 yield f"{file}: {entry.dtype}{size}, experts", _expert_launch(entry)
-    yield from other_launches()
+    dtype, d = torch.bfloat16, 5376
+    for width in (d, 21504):
+        z, wide = _empty(4, width, dtype=dtype), _empty(4, width)
+        yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None)
+        yield f"direction K = {width}", plan_direction(z)
+        yield f"add_low_rank N = {width}", plan_low_rank(wide, _empty(4, 1, width), None, dtype)
+    pair, z, wide = _empty(8, d, dtype=dtype), _empty(4, d, dtype=dtype), _empty(4, d)
+    for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):
+        options = (1e-6, offset, cast_first)
+        yield f"norm_pair {name}", plan_norm_pair(pair, _empty(d, dtype=dtype), *options)
+        yield f"rms_norm {name}", plan_rms_norm(z, wide, *options)
+    for activation in ACTIVATIONS:
+        yield f"gated_product {activation}", plan_gated(z, z, activation)
 
 
 def _expert_launch(entry: TunedConfig) -> Launch:
@@ -104,23 +214,3 @@ def _expert_launch(entry: TunedConfig) -> Launch:
     x, weight = _empty(3, k, dtype=dtype), _empty(128, n, k, dtype=dtype)
     expert, bias = _empty(3, 8, dtype=torch.int64), _empty(128, n, dtype=dtype)
     return plan_experts(x, weight, expert, bias, torch.float32, entry.config)
-
-
-def other_launches() -> Iterator[tuple[str, Launch]]:
-    """The kernels without a configuration, for rows of 5376 and 21504 elements."""
-    dtype = torch.bfloat16
-    for width in (5376, 21504):
-        z, wide = _empty(4, width, dtype=dtype), _empty(4, width)
-        yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None)
-        yield f"direction K = {width}", plan_direction(z)
-        yield f"add_low_rank N = {width}", plan_low_rank(wide, _empty(4, 1, width), None, dtype)
-    d = 5376
-    pair, z, wide = _empty(8, d, dtype=dtype), _empty(4, d, dtype=dtype), _empty(4, d)
-    for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):
-        yield (
-            f"norm_pair {name}",
-            plan_norm_pair(pair, _empty(d, dtype=dtype), 1e-6, offset, cast_first),
-        )
-        yield f"rms_norm {name}", plan_rms_norm(z, wide, 1e-6, offset, cast_first)
-    for activation in ACTIVATIONS:
-        yield f"gated_product {activation}", plan_gated(z, z, activation)

@@ -1,1 +1,0 @@
-"""Other ways to the same result, which the benchmarks compare with."""

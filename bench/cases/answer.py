@@ -1,0 +1,89 @@
+"""A whole answer of a chat model: transformers' `generate` beside ours.
+
+The prompt is a chat with a system message, the answer has 32 tokens, greedy. `model.generate` is
+the unmodified model, with the system message in the prompt. `generate` gives each token a patch of
+its own; `ask` returns one patch for all of the question's and the answer's tokens as well, and
+`forward` computes the answer's logits from that patch, without the system message. The error is
+the share of the answer's tokens that are others than the model's: none in fp32; in bf16 two tokens
+that are nearly equal can change places, and all behind them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from icl_patch import ContextPatcher
+from icl_patch.bench.cases.models import SavedModel, twin
+from icl_patch.bench.harness import Case, Comparison, dtype_name
+from icl_patch.evaluation.demo import CHATS
+from icl_patch.models.prompts import make_prompt, split_ids
+
+NEW = 32
+PLAIN = "model.generate"
+
+
+def cases(device: torch.device, quick: bool, model: str | None = None) -> list[Case]:
+    """A case for each dtype; none without a saved model, which has the tokenizer."""
+    if model is None:
+        return []
+    saved = SavedModel.of(model)
+    return [
+        Case(
+            f"{saved.name} {dtype_name(dtype)}",
+            functools.partial(comparison, saved, dtype, device),
+            {"model": saved.name},
+        )
+        for dtype in (torch.float32, torch.bfloat16)[: 1 if quick else 2]
+    ]
+
+
+@torch.no_grad()
+def comparison(saved: SavedModel, dtype: torch.dtype, device: torch.device) -> Comparison:
+    """The calls of one case; each gives the answer's tokens (32,)."""
+    model, tokenizer = saved.build(device, dtype), AutoTokenizer.from_pretrained(saved.folder)
+    system, question = CHATS[0]
+    prompt = make_prompt(tokenizer, question, system=system)
+    ids = torch.cat(split_ids(tokenizer, prompt), 1).to(device)
+    lengths: Any = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False}
+    mask = torch.ones_like(ids)
+    asking = ContextPatcher(twin(model), tokenizer=tokenizer)
+    patch = asking.ask(question=question, system=system, **lengths).patch
+
+    def plain() -> Tensor:
+        generate: Any = model.generate
+        tokens: Tensor = generate(ids, attention_mask=mask, **lengths)[0, -NEW:]
+        return tokens
+
+    def steps(patcher: ContextPatcher, compile: bool) -> Tensor:
+        made = patcher.generate(ids, compile=compile, **lengths)
+        return torch.stack([step.token_ids[0] for step in made])
+
+    def replayed() -> Tensor:
+        logits = asking.forward(patch.kept_ids, patch)[0, -NEW:]
+        assert model.generation_config is not None
+        logits[:, model.generation_config.eos_token_id] = -torch.inf  # as min_new_tokens does
+        return logits.argmax(-1)
+
+    calls: dict[str, Callable[[], Tensor]] = {PLAIN: plain}
+    for update in ("exact", "stable"):
+        patcher = ContextPatcher(twin(model), update)
+        for name, compile in ((update, False), (f"{update}, compiled", True)):
+            calls[f"generate, {name}"] = functools.partial(steps, patcher, compile)
+    calls["ask"] = lambda: asking.ask(question=question, system=system, **lengths).token_ids[0]
+    calls["forward"] = replayed
+    expected = plain()
+
+    def check(_name: str, tokens: Any) -> float:
+        others = float((tokens != expected).float().mean())
+        if tokens[0] != expected[0] or (others and dtype == torch.float32):
+            raise AssertionError(
+                f"expected the model's own tokens {expected.tolist()}, got {tokens.tolist()}"
+            )
+        return others
+
+    notes = {"prompt tokens": float(ids.shape[1])}
+    return Comparison(ours=PLAIN, calls=calls, check=check, notes=notes)

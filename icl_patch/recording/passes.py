@@ -1,0 +1,348 @@
+"""The passes over an attached model: observed, recording, replaying.
+
+A patch is computed (:func:`compute_closing`) by a pass of the unmodified model, which is observed,
+and a closing pass of the kept tokens without the context, in which the recorders choose the
+factors. A replay runs the kept tokens with a patch, over a cache of the prefix, without context.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from icl_patch.invariance.arithmetic import running_in
+from icl_patch.layers.experts import PatchedScaledExperts
+from icl_patch.layers.router import PatchedRouter
+from icl_patch.models import kv_cache
+from icl_patch.models.attention_mask import Visibility
+from icl_patch.models.forward import counts_slots
+from icl_patch.models.pipeline import stage_of
+from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.recording import forward_passes
+from icl_patch.recording.attached_block import (
+    AttachedBlock,
+    BlockActivations,
+    Factors,
+    HasBlocks,
+    replaying,
+)
+from icl_patch.recording.block_recorder import BlockRecorder
+from icl_patch.recording.closing_recorder import ClosingRecorder
+from icl_patch.recording.diagnostics import BlockDiagnostics
+from icl_patch.recording.expert_recorder import record_experts, record_scaled_experts
+from icl_patch.recording.patch_assembly import (
+    Violations,
+    factors_of,
+    joined_layers,
+    layers_of_all,
+    report_of_all,
+    violations_of,
+)
+from icl_patch.recording.sequences import Sequences
+
+
+def calls_of(tokens: int, recurrent: bool) -> list[slice]:
+    """The columns of each call of the model: all at once, or one by one for a recurrent model,
+    because its class continues from a state with one token a call only.
+    """
+    if recurrent:
+        return [slice(token, token + 1) for token in range(tokens)]
+    return [slice(0, tokens)]
+
+
+# -- observing
+
+
+@contextmanager
+def observe(blocks: Sequence[AttachedBlock]) -> Iterator[list[BlockActivations]]:
+    """Within this context each call of a block appends its activations to the list; the pass is as
+    without it.
+    """
+    found: list[BlockActivations] = []
+    with ExitStack() as hooks:
+        for block in blocks:
+            _observe_block(block, found, hooks)
+        yield found
+
+
+def _observe_block(block: AttachedBlock, found: list[BlockActivations], hooks: ExitStack) -> None:
+    rows: Any = None  # (B, T) of the call
+
+    def kept(x: Tensor) -> Tensor:
+        return x.reshape(*rows, -1).clone()
+
+    def on_start(shape: Any) -> None:
+        nonlocal rows
+        rows = shape
+        found.append(BlockActivations())
+
+    def on_residual(x: Tensor) -> None:
+        x, hidden = kept(x).to(torch.promote_types(x.dtype, torch.float32)), found[-1].hidden
+        found[-1].hidden = x if hidden is None else hidden + x
+
+    def on_output(name: str, out: Tensor) -> None:
+        found[-1].readers[name] = kept(out)
+
+    def on_choice(z: Tensor, index: Tensor) -> None:
+        found[-1].experts = (kept(z), kept(index))
+
+    def on_written(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        found[-1].written = kept(out)
+
+    def on_end(total: Tensor) -> None:
+        found[-1].output = kept(total)
+
+    block.on_start(hooks, on_start)
+    block.on_residual(hooks, on_residual)
+    for name, reader in block.readers.items():
+        if isinstance(reader, PatchedRouter):
+            reader.observer = partial(on_output, name)
+            hooks.callback(setattr, reader, "observer", None)
+        else:
+            block.hook(
+                hooks,
+                reader.register_forward_hook,
+                lambda _module, _args, out, name=name: on_output(name, out),
+            )
+    if block.experts is not None:
+        block.experts.observer = on_choice
+        hooks.callback(setattr, block.experts, "observer", None)
+    if block.spec.mixer and block.down is not None:
+        block.hook(hooks, block.down.register_forward_hook, on_written)
+    block.on_end(hooks, on_end)
+
+
+def _observed(
+    attached: HasBlocks, tokens: int, run: Callable[[slice], Tensor]
+) -> tuple[Tensor, list[BlockActivations]]:
+    """Run columns 0 to ``tokens``: the logits (B, tokens, V), and every block's activations."""
+    logits, calls = [], []
+    for part in calls_of(tokens, attached.recurrent):
+        with observe(attached.blocks) as found:
+            logits.append(run(part))
+        calls.append(found)
+    return torch.cat(logits, 1), [
+        BlockActivations.joined(parts) for parts in zip(*calls, strict=True)
+    ]
+
+
+# -- recording
+
+
+@contextmanager
+def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
+    """Within this context the recorders compute their blocks' factors."""
+    with ExitStack() as stack:
+        for recorder in recorders:
+            stack.callback(recorder.block.off)
+            _set_modes(recorder, stack)
+            recorder.hook(stack)
+        yield
+
+
+def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
+    """Let the block's patched modules hand their inputs to the recorder."""
+    block = recorder.block
+    for name, reader in block.readers.items():
+        record = recorder.router if isinstance(reader, PatchedRouter) else recorder.reader
+        reader.record(lambda layer, *inputs, name=name, record=record: record(name, layer, *inputs))
+    if block.experts is not None:
+        scaled = isinstance(block.experts, PatchedScaledExperts)
+        record_these: Any = record_scaled_experts if scaled else record_experts
+        block.experts.record(lambda layer, *inputs: record_these(recorder, layer, *inputs))
+    if block.down is not None:
+        block.down.record(recorder.down)
+    if block.post_norm is not None:
+        block.post_norm.record(recorder.norm)
+    if block.inner_norm is not None:
+        block.inner_norm.record(recorder.inner_norm)
+    if block.spec.addend is not None:
+        addend = block.module.get_submodule(block.spec.addend)
+        block.hook(stack, addend.register_forward_hook, recorder.on_addend)
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """A computed patch, and everything observed on the way.
+
+    Attributes:
+        patch: the patch.
+        reduced_logits: (B, T, V) of the reduced stream.
+        activations: of every block, with the context.
+        violations: of every block, the conditions that were looked at.
+    """
+
+    patch: ContextPatch
+    reduced_logits: Tensor
+    activations: list[BlockActivations]
+    violations: Violations
+
+
+def compute_closing(
+    attached: HasBlocks, cache: Cache, sequences: Sequences, live: Tensor | None = None
+) -> Computation:
+    """The patch from a pass of the unmodified model over the tail and a closing pass, which runs
+    the kept tokens in the shapes of their replay and chooses the factors.
+
+    live: (B, 1) bool, the rows that get a patch; all by default.
+    """
+    tail, kept = sequences.tail_ids.shape[1], sequences.kept_columns
+    logits, activations = _observed(
+        attached, tail, lambda part: forward_passes.run_tail(attached.model, sequences, cache, part)
+    )
+    patch = attached.empty_patch(sequences, passes=2)
+    patch = replace(patch, logits=logits[:, kept])
+    of_kept = [block.part(kept) for block in activations]
+    return close_on(attached, of_kept, patch, attached.update, live)
+
+
+def close_on(
+    attached: HasBlocks,
+    activations: list[BlockActivations],
+    patch: ContextPatch,
+    update: str,
+    live: Tensor | None = None,
+) -> Computation:
+    """The closing pass alone: fills ``patch`` from the blocks' activations with the context."""
+    blocks, recurrent = attached.blocks, attached.recurrent
+    prefix = prefix_cache(attached.model, patch)
+    calls: list[list[BlockDiagnostics]] = []
+    layers: list[tuple[Factors, ...]] = []
+    reduced: list[Tensor] = []
+    for part in calls_of(patch.kept_ids.shape[1], recurrent):
+        valid = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
+        recorders = [
+            ClosingRecorder(block, update, valid, context.part(part))
+            for block, context in zip(blocks, activations, strict=True)
+        ]
+        with running_in(patch.info.arithmetic), recording(recorders):
+            reduced.append(run_kept(attached.model, patch, prefix, part))
+        layers.append(factors_of(recorders))
+        calls.append([recorder.diagnostics for recorder in recorders])
+    device = patch.kept_ids.device
+    report = report_of_all(attached, calls, device)
+    return Computation(
+        replace(
+            patch, layers=layers_of_all(attached, joined_layers(layers), device), report=report
+        ),
+        torch.cat(reduced, 1),
+        activations,
+        violations_of(calls, device),
+    )
+
+
+# -- replaying
+
+
+def replay_logits(attached: HasBlocks, patch: ContextPatch) -> Tensor:
+    """Replay a patch: logits (B, T, V)."""
+    cache = prefix_cache(attached.model, patch)
+    parts = calls_of(patch.kept_ids.shape[1], attached.recurrent)
+    return torch.cat([_replay_part(attached, patch, cache, part) for part in parts], 1)
+
+
+def replay_observed(
+    attached: HasBlocks, patch: ContextPatch
+) -> tuple[Tensor, list[BlockActivations]]:
+    """Replay a patch: logits (B, T, V), and every block's activations."""
+    cache = prefix_cache(attached.model, patch)
+    tokens = patch.kept_ids.shape[1]
+    return _observed(attached, tokens, lambda part: _replay_part(attached, patch, cache, part))
+
+
+def replay_compared(
+    attached: HasBlocks, patch: ContextPatch, outputs: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Replay a patch and compare every block's sum with ``outputs``, (B, T, d) each: logits (B, T,
+    V), and how many elements differ, (L, B, T) int64.
+
+    NaN counts as equal to NaN; columns of padding count as equal.
+    """
+    misses = torch.zeros(
+        len(outputs), *patch.kept_mask.shape, dtype=torch.int64, device=patch.kept_mask.device
+    )
+    logits, cache = [], prefix_cache(attached.model, patch)
+    for part in calls_of(patch.kept_ids.shape[1], attached.recurrent):
+
+        def compare(total: Tensor, layer: int, part: slice = part) -> None:
+            output = outputs[layer]
+            assert output is not None
+            target = output[:, part]
+            total = total.as_subclass(Tensor).reshape(target.shape)
+            differs = (total != target) & ~(total.isnan() & target.isnan())
+            missed = differs.sum(-1).to(misses.device)
+            misses[layer, :, part] = missed * patch.kept_mask[:, part]
+
+        with ExitStack() as hooks:
+            for layer, block in enumerate(attached.blocks):
+                block.on_end(hooks, lambda total, layer=layer: compare(total, layer))
+            logits.append(_replay_part(attached, patch, cache, part))
+    if stage_of(attached.model) is not None:
+        parts = attached.ranks.joined([{"misses": misses}], misses.device)
+        misses = torch.cat([part["misses"] for part in parts])
+    return torch.cat(logits, 1), misses
+
+
+def _replay_part(attached: HasBlocks, patch: ContextPatch, cache: Cache, part: slice) -> Tensor:
+    """Replay the kept tokens in the columns ``part``, on top of those before them."""
+    layers = [
+        {name: x if x.dim() == 1 else x[:, part] for name, x in patch.layers[place].items()}
+        for place in attached.places
+    ]
+    with running_in(patch.info.arithmetic), replaying(attached.blocks, layers):
+        return run_kept(attached.model, patch, cache, part)
+
+
+def prefix_cache(model: PreTrainedModel, patch: ContextPatch) -> DynamicCache:
+    """A cache of the prefix alone, from the unmodified model, with :func:`empty_slots`."""
+    cache, count = kv_cache.new_cache(model), empty_slots(model, patch)
+    start = patch.prefix_ids.shape[1]
+    tokens = (patch.prefix_ids, patch.prefix_mask, patch.prefix_positions)
+    if count and not start:  # the empty slots need the shapes of some token's
+        tokens = (patch.kept_ids[:, :1], patch.kept_mask[:, :1], patch.position_ids[:, :1])
+    if start or count:
+        forward_passes.run(model, *tokens, cache, longest=patch.info.longest, last_logits=1)
+    if count:
+        kv_cache.append_empty(cache, start, count)
+    return cache
+
+
+def empty_slots(model: PreTrainedModel, patch: ContextPatch) -> int:
+    """How many slots of the cache a replay leaves empty where the context was: none, unless the
+    model numbers its tokens by slots.
+    """
+    if not counts_slots(model):
+        return 0
+    return int(patch.kept_slots[0, 0]) - patch.prefix_ids.shape[1]
+
+
+def run_kept(
+    model: PreTrainedModel, patch: ContextPatch, cache: Cache, part: slice = slice(None)
+) -> Tensor:
+    """Run kept tokens on top of the prefix and the kept tokens before them, masked as if the
+    context stood between: logits (B, T, V).
+    """
+    empty = patch.kept_mask.new_zeros(len(patch.kept_mask), empty_slots(model, patch))
+    mask = torch.cat([patch.prefix_mask, empty, patch.kept_mask], 1)
+    positions = torch.cat([patch.prefix_positions, empty.long(), patch.position_ids], 1)
+    slots = torch.cat([patch.prefix_slots, empty.long(), patch.kept_slots], 1)
+    # Chunks are counted from a row's first token, which has another column in the whole sequence.
+    moved = (~patch.prefix_mask).sum(1) - (patch.kept_slots - patch.position_ids)[:, 0]
+    slots = slots + moved.unsqueeze(1)
+    part = slice(*part.indices(patch.kept_ids.shape[1]))
+    until = slice(0, mask.shape[1] - patch.kept_ids.shape[1] + part.stop)
+    visibility = Visibility(torch.ones_like(mask)[:, until], slots[:, until], positions[:, until])
+    return forward_passes.run(
+        model,
+        patch.kept_ids[:, part],
+        mask[:, until],
+        patch.position_ids[:, part],
+        cache,
+        visibility,
+        longest=patch.info.longest,
+    )

@@ -1,0 +1,95 @@
+"""Random arguments for the linear ops, in every layout of the factors."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from support.numeric import normal, seeded
+from torch import Tensor
+
+LAYOUTS = ("row", "row-rank", "shared", "pool")
+POOL = 5
+
+
+@dataclass
+class Case:
+    """Arguments of ``patched_linear``, and the factors that each row should get as (M, R, ·) in
+    fp64.
+    """
+
+    z: Tensor
+    weight: Tensor
+    u: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+    index: Tensor | None
+    row_u: Tensor
+    row_v: Tensor
+
+    @property
+    def arguments(self) -> dict:
+        return {name: getattr(self, name) for name in ("z", "weight", "u", "v", "bias", "index")}
+
+    @property
+    def plain(self) -> dict:
+        return {name: getattr(self, name) for name in ("z", "weight", "bias")}
+
+    def rows(self, some: slice) -> "Case":
+        """The case of some rows alone."""
+        own = ("z", "index", "row_u", "row_v")
+        own += ("u", "v") if self.index is None and self.u is not None and len(self.u) > 1 else ()
+        parts = {name: getattr(self, name) for name in own}
+        return replace(self, **{name: x if x is None else x[some] for name, x in parts.items()})
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """``(W + Σ_r u_r v_rᵀ) z + b`` in fp64, without a matrix for every row; and the sum of the
+        absolute values of all that is added up.
+        """
+        parts = (self.z, self.weight, self.bias, self.row_u, self.row_v)
+        wide = [None if x is None else x.double() for x in parts]
+        return _total(*wide), _total(*(None if x is None else x.abs() for x in wide))
+
+
+def _total(z: Tensor, weight: Tensor, bias: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
+    coeff = torch.einsum("mk,mrk->mr", z, v)
+    return z @ weight.T + (0 if bias is None else bias) + torch.einsum("mr,mrn->mn", coeff, u)
+
+
+def linear_case(
+    layout: str,
+    sizes: tuple[int, int, int],
+    rank: int = 2,
+    dtype: torch.dtype = torch.float32,
+    factor_dtype: torch.dtype = torch.float32,
+    bias: bool = True,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Case:
+    """Random arguments; ``row`` has rank 1."""
+    rows, n, k = sizes
+    generator = seeded(seed)
+    leading = {"row": (rows,), "row-rank": (rows, rank), "shared": (1, rank), "pool": (POOL, rank)}[
+        layout
+    ]
+    z, weight = normal(generator, rows, k, dtype=dtype), normal(generator, n, k, dtype=dtype)
+    u, v = (
+        normal(generator, *leading, n, dtype=factor_dtype),
+        normal(generator, *leading, k, dtype=factor_dtype),
+    )
+    added = normal(generator, n, dtype=dtype) if bias else None
+    index = None
+    if layout == "pool":
+        index = torch.randint(-1, POOL, (rows,), generator=generator)
+        index[1::3] = -1
+        row_u, row_v = (
+            torch.stack([f[i] if i >= 0 else 0 * f[0] for i in index]) if rows else f[:0]
+            for f in (u, v)
+        )
+    else:
+        row_u, row_v = (
+            f.unsqueeze(1) if layout == "row" else f.expand(rows, -1, -1) for f in (u, v)
+        )
+    case = Case(z, weight, u, v, added, index, row_u.double(), row_v.double())
+    return replace(
+        case,
+        **{name: None if value is None else value.to(device) for name, value in vars(case).items()},
+    )

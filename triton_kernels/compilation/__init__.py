@@ -1,1 +1,0 @@
-"""Compiling without a launch: ahead of time, for every specialisation, and to tune."""
