@@ -131,7 +131,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PatchFormatError(
             "expected a safetensors file (pickle is refused) with a JSON object under 'icl_patch'"
-            f" in its metadata, got {path}: {error!r:.200}"
+            f" in its metadata, got {path}: it is damaged, or no patch ({error!r:.200})"
         ) from error
     if number != FORMAT:
         raise PatchFormatError(
@@ -172,7 +172,7 @@ def read_info(header: Header) -> PatchInfo:
             " patches that are the same for all tokens"
         )
     types: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
-    found = {name: header.get(name) for name in types}
+    found: dict[str, Any] = {name: header.get(name) for name in types}
     for name, kind in types.items():
         if not isinstance(found[name], kind) or (kind is int and found[name] < 1):
             least = " ≥ 1" if kind is int else ""
