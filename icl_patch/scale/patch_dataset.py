@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from icl_patch.errors import FingerprintMismatch
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.scale.run import read_index, read_run
+from icl_patch.scale.run import check_folder, read_index, read_run
 
 
 class PatchDataset:
@@ -22,13 +23,14 @@ class PatchDataset:
         index: the Parquet index, a row a patch. run: what all patches share.
 
     Raises:
-        ValueError: it is no such folder.
+        ValueError: it is no such folder, or has files of another run.
         PatchFormatError: a part of the index is damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.run = read_run(self.folder)
+        check_folder(self.folder, self.run)
         self.index: pa.Table = read_index(self.folder).sort_by("row")
         self._places = {id_: place for place, id_ in enumerate(self.index["id"].to_pylist())}
 
@@ -44,7 +46,7 @@ class PatchDataset:
         Raises:
             KeyError, IndexError: there is no such patch.
             ValueError: the data set has statistics without factors.
-            PatchFormatError: the file is damaged.
+            PatchFormatError, FingerprintMismatch: the file is damaged, or of another run.
             OSError: the file cannot be read.
         """
         place = self._places[key] if isinstance(key, str) else range(len(self))[key]
@@ -64,4 +66,11 @@ class PatchDataset:
             raise ValueError(
                 f"expected patches with factors, {self.folder} has statistics without any"
             )
-        return ContextPatch.load(self.folder / file)
+        patch = ContextPatch.load(self.folder / file)
+        got = (patch.info.fingerprint, patch.info.update, list(patch.layer_indices))
+        if got != (self.run.fingerprint, self.run.update, self.run.layers):
+            raise FingerprintMismatch(
+                f"expected a patch of the run in {self.folder}, got one of another model, update or"
+                f" layers in {file}"
+            )
+        return patch

@@ -148,12 +148,33 @@ def read_record(number: int | None, record: Any, columns: Columns) -> Row | Reje
 def _files(dataset: Path) -> list[Path]:
     if not dataset.exists():
         raise ValueError(f"expected a data set, there is no {dataset}")
-    saved = sorted(dataset.glob("data-*.arrow"))  # by `Dataset.save_to_disk`, beside JSON
-    inside = sorted(file for file in dataset.glob("*") if file.suffix in _READERS)
-    files = saved or inside if dataset.is_dir() else [dataset]
-    if not files or files[0].suffix not in _READERS:
+    files = _files_of_folder(dataset) if dataset.is_dir() else [dataset]
+    for file in files:
+        if file.suffix not in _READERS:
+            known = ", ".join(_READERS)
+            raise ValueError(f"expected a data set in a file with one of {known}, got {file}")
+    return files
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
+    try:
+        if (splits := folder / "dataset_dict.json").is_file():
+            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+            raise ValueError(
+                f"expected one split of {folder}, got all of them ({', '.join(names)}): name one,"
+                f" as {folder / names[0]}"
+            )
+        if (state := folder / "state.json").is_file():
+            data_files = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+            return [folder / entry["filename"] for entry in data_files]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"expected a folder as Dataset.save_to_disk writes it, got {folder}: {error!r}"
+        ) from error
+    files = sorted(file for file in folder.iterdir() if file.suffix in _READERS)
+    if not files:
         known = ", ".join(_READERS)
-        raise ValueError(f"expected a data set in files with one of {known}, got {dataset}")
+        raise ValueError(f"expected files with one of {known} in {folder}, there are none")
     return files
 
 

@@ -69,7 +69,7 @@ class Run:
             )
         dtype = contents.factors_dtype
         return cls(
-            model=patcher.model.config.name_or_path or "",
+            model=getattr(patcher.model.config, "_name_or_path", ""),
             fingerprint=patcher.fingerprint,
             tokenizer=attached.tokenizer_fingerprint,
             update=patcher.update,
@@ -113,17 +113,25 @@ def read_run(folder: Path) -> Run:
 
 
 def check_folder(folder: Path, run: Run) -> None:
-    """Raises ValueError unless the patches in a folder, if there are any, are of this run."""
-    if not (folder / RUN).exists():
-        return
-    there = read_run(folder).compared
-    differing = [name for name, value in run.compared.items() if there.get(name) != value]
-    if differing:
-        raise ValueError(
-            f"expected patches of this run in {folder}, got others, with"
-            f" {', '.join(f'{x} {there.get(x)!s:.40}' for x in differing)} in place of"
-            f" {', '.join(f'{run.compared[x]!s:.40}' for x in differing)}: choose another folder"
-        )
+    """Raises ValueError unless all patches in a folder, if there are any, are of this run."""
+    if (folder / RUN).exists():
+        there = read_run(folder).compared
+        differing = [name for name, value in run.compared.items() if there.get(name) != value]
+        if differing:
+            raise ValueError(
+                f"expected patches of this run in {folder}, got others, with"
+                f" {', '.join(f'{x} {there.get(x)!s:.40}' for x in differing)} in place of"
+                f" {', '.join(f'{run.compared[x]!s:.40}' for x in differing)}: choose another"
+                " folder"
+            )
+    for part in (SHARDS, INDEX):
+        for name in _names(folder / part):
+            if not name.startswith(f"{run.key}-"):
+                raise ValueError(
+                    f"expected files of this run in {folder / part}, whose names begin with"
+                    f" {run.key}, got {name}, which is of another run or model: move it away, or"
+                    " choose another folder"
+                )
 
 
 def open_run(folder: Path, run: Run) -> None:

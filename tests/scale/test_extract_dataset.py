@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -22,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch import ContextPatch, ContextPatcher, PatchFormatError, embedded, metrics
+from icl_patch.errors import FingerprintMismatch
 from icl_patch.evaluation import tiny_models
 
 scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow", exc_type=ModuleNotFoundError)
@@ -323,9 +323,7 @@ def test_further_rows_and_duplicates(
 ) -> None:
     """Only what is new is computed; equal rows share a patch."""
     folder = shutil.copytree(extracted, tmp_path / "more")
-    leftover = folder / "shards" / ".icl-patch-1"
-    leftover.touch()
-    os.utime(leftover, (0, 0))
+    (folder / "shards" / ".icl-patch-1").touch()  # a killed process left it
     more = [*ROWS[:5], {"context": "new", "kept": "row"}, *ROWS, {"context": "new", "kept": "row"}]
     summary = scale.extract_dataset(
         patcher, write_json_lines(tmp_path / "more.jsonl", more), folder, batching=SMALL
@@ -481,6 +479,25 @@ def test_files_of_another_run(dataset: Path, extracted: Path, tmp_path: Path) ->
         ):
             scale.extract_dataset(other, dataset, folder)
     assert files(folder) == before
+
+
+def test_a_foreign_shard(extracted: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(extracted, tmp_path / "mixed")
+    model = build("llama", 7, vocab_size=VOCABULARY)
+    dataset = write_json_lines(tmp_path / "rows.jsonl", ROWS[:1])
+    with ContextPatcher(model, "exact", tokenizer=TOKENIZER) as other:
+        scale.extract_dataset(other, dataset, tmp_path / "other")
+    [foreign] = (tmp_path / "other" / "shards").iterdir()
+    shutil.copy(foreign, folder / "shards")
+    with pytest.raises(ValueError, match=f"got {foreign.name}, which is of another run or model"):
+        scale.PatchDataset(folder)
+    (folder / "shards" / foreign.name).unlink()
+    own = next((folder / "shards").iterdir())
+    shutil.copy(foreign, own)  # under the name of an own one
+    patches = scale.PatchDataset(folder)
+    place = patches.index["file"].to_pylist().index(f"shards/{own.name}")
+    with pytest.raises(FingerprintMismatch, match="expected a patch of the run in"):
+        patches[place]
 
 
 def test_damaged_and_missing_files(

@@ -1,5 +1,6 @@
 """Reading rows: every kind of file, and what is said of bad ones."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ def arrow_folder(path: Path, records: list[dict]) -> Path:
             pa.ipc.new_stream(file, table.schema) as out,
         ):
             out.write_table(table)
-    (path / "cache-1.arrow").touch()
-    (path / "state.json").write_text("{}")
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (path / "state.json").write_text(json.dumps(state))
     (path / "dataset_info.json").write_text("{}")
     return path
 
@@ -113,6 +114,16 @@ def nothing(path: Path) -> None:
     """There is no such file."""
 
 
+def splits(path: Path) -> None:
+    path.mkdir()
+    (path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+
+
+def no_state(path: Path) -> None:
+    path.mkdir()
+    (path / "state.json").write_text('{"_split": null}')
+
+
 def damaged(path: Path) -> None:
     """Zeros in place of the data; the schema, which is at the end, is whole."""
     content = bytearray(parquet(path, RECORDS).read_bytes())
@@ -129,11 +140,13 @@ def cut(path: Path) -> None:
 BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "missing": ("rows.jsonl", nothing, "expected a data set, there is no"),
     "text": ("rows.txt", Path.touch, r"one of \.jsonl, .*\.parquet, \.arrow, got .*rows\.txt"),
-    "empty folder": ("rows", Path.mkdir, r"in files with one of .*\.arrow, got .*rows"),
+    "empty folder": ("rows", Path.mkdir, "expected files with one of .* there are none"),
+    "splits": ("rows", splits, r"one split of .*\(train, test\): name one, as .*rows/train"),
     "no Parquet": ("rows.parquet", Path.touch, "whole file of Parquet, got .*rows.parquet: "),
     "damaged Parquet": ("rows.parquet", damaged, "whole file of Parquet, got .*rows.parquet: "),
     "no Arrow": ("rows.arrow", Path.touch, "whole file of Arrow's stream format, got .*: "),
     "cut Arrow": ("rows.arrow", cut, "whole file of Arrow's stream format, got .*: Expected"),
+    "no state": ("rows", no_state, "expected a folder as Dataset.save_to_disk writes it, got"),
 }
 
 
