@@ -2,8 +2,9 @@
 
 import multiprocessing
 import os
+import signal
 import stat
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,19 @@ def umask(mask: int) -> Iterator[None]:
 
 def permissions(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+def killed_while_saving(patch: ContextPatch, path: Path) -> None:
+    """Save in a process of its own that is killed when everything is written."""
+
+    def save() -> None:
+        os.replace = lambda *_paths: os.kill(os.getpid(), signal.SIGKILL)
+        patch.save(path)
+
+    process = FORK.Process(target=save)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_full_disk(patch: ContextPatch, tmp_path: Path) -> None:
@@ -109,13 +123,37 @@ def test_a_name_as_long_as_can_be(patch: ContextPatch, tmp_path: Path) -> None:
         assert ContextPatch.load(tmp_path / name).info == patch.info
 
 
-def test_what_killed_savers_left_is_removed_when_nobody_can_be_writing_it(tmp_path: Path) -> None:
-    path, left, begun = tmp_path / "p", tmp_path / ".icl-patch-left", tmp_path / ".icl-patch-begun"
-    begun.touch()
-    left.touch()
-    os.utime(left, times=(0, time.time() - 3700))
-    write_atomically(path, [b"new"])
-    assert sorted(tmp_path.iterdir()) == [begun, path]
+def test_what_killed_savers_left_is_removed(patch: ContextPatch, tmp_path: Path) -> None:
+    path, other = tmp_path / "p.safetensors", tmp_path / "other.safetensors"
+    for name in (path, other):
+        killed_while_saving(patch, name)
+    left = {file.name for file in tmp_path.iterdir()}
+    assert len(left) == 2
+    patch.save(path)
+    assert len(left & {file.name for file in tmp_path.iterdir()}) == 1  # the other path's
+    patch.save(other)
+    assert sorted(tmp_path.iterdir()) == [other, path]
+
+
+def test_what_another_saver_is_writing_is_left_alone(tmp_path: Path) -> None:
+    path, begun, go_on = tmp_path / "p", threading.Event(), threading.Event()
+
+    def parts() -> Iterator[bytes]:
+        yield b"sl"
+        begun.set()
+        assert go_on.wait(60)
+        yield b"ow"
+
+    slow = threading.Thread(target=write_atomically, args=(path, parts()))
+    slow.start()
+    assert begun.wait(60)
+    write_atomically(path, [b"fast"])
+    assert path.read_bytes() == b"fast"
+    assert len(list(tmp_path.iterdir())) == 2
+    go_on.set()
+    slow.join()
+    assert path.read_bytes() == b"slow"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def save_often(patch: ContextPatch, path: Path, times: int) -> None:
@@ -124,7 +162,7 @@ def save_often(patch: ContextPatch, path: Path, times: int) -> None:
 
 
 def test_many_savers_and_a_reader_of_one_path(patch: ContextPatch, tmp_path: Path) -> None:
-    """One is killed on the way. Every read finds a whole file."""
+    """One is killed on the way. Every read finds a whole file; the last save leaves only that."""
     path = tmp_path / "p.safetensors"
     patch.save(path)
     savers = [FORK.Process(target=save_often, args=(patch, path, 40)) for _ in range(4)]
@@ -134,7 +172,8 @@ def test_many_savers_and_a_reader_of_one_path(patch: ContextPatch, tmp_path: Pat
     while any(saver.is_alive() for saver in savers):
         assert ContextPatch.load(path).info == patch.info
     assert [saver.exitcode for saver in savers[1:]] == [0, 0, 0]
-    assert len(list(tmp_path.iterdir())) <= 2  # the killed one's
+    patch.save(path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_paths_that_cannot_be_written(patch: ContextPatch, tmp_path: Path) -> None:
@@ -153,3 +192,20 @@ def test_paths_that_cannot_be_written(patch: ContextPatch, tmp_path: Path) -> No
             patch.save(path)
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "fifo", tmp_path / "loop"]
+
+
+def test_a_file_system_without_locks(
+    patch: ContextPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files are written all the same; leftovers stay, since nobody can tell whose they are."""
+
+    def flock(_file: object, _operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    killed_while_saving(patch, tmp_path / "p.safetensors")
+    monkeypatch.setattr("icl_patch.patch.atomic_file.fcntl.flock", flock)
+    patch.save(tmp_path / "p.safetensors")
+    assert ContextPatch.load(tmp_path / "p.safetensors").info == patch.info
+    assert len(list(tmp_path.iterdir())) == 2
