@@ -69,7 +69,7 @@ class Run:
             )
         dtype = contents.factors_dtype
         return cls(
-            model=getattr(patcher.model.config, "_name_or_path", ""),
+            model=patcher.model.config.name_or_path or "",
             fingerprint=patcher.fingerprint,
             tokenizer=attached.tokenizer_fingerprint,
             update=patcher.update,
