@@ -366,6 +366,7 @@ class ContextPatcher:
         streamer: BaseStreamer | None = None,
         mode: str = "auto",
         compile: bool | str = False,
+        arithmetic: str | None = None,
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
         """Generate with weights that are patched anew for every token, which then runs alone.
@@ -405,6 +406,8 @@ class ContextPatcher:
                 modes of one pass, so not for models with forward hooks. A compiled exact step has
                 the bits of its replay; its attention runs over a static cache, so its logits are
                 those of the eager step up to rounding.
+            arithmetic: deprecated. ``"model"`` asks for ``mode="two_pass"``, ``"batch_invariant"``
+                for ``mode="shared_cache"``.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
                 further inputs of the model …
@@ -422,6 +425,7 @@ class ContextPatcher:
                 than the model has positions for.
         """
         self.attached_model.attachment.check_outside()
+        mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
         options = loop.Options(mode, compile)
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
@@ -484,6 +488,7 @@ class ContextPatcher:
         streamer: BaseStreamer | None = None,
         mode: str = "auto",
         compile: bool | str = False,
+        arithmetic: str | None = None,
     ) -> Callable[..., Any]:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
         custom_generate=this)``.
@@ -492,4 +497,5 @@ class ContextPatcher:
         to a decoding method, so it is an argument here; the other arguments are as for
         :meth:`generate`.
         """
+        mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
         return loop.decoding_method(self.plans, streamer, loop.Options(mode, compile))

@@ -6,6 +6,7 @@ processors, stopping criteria and streamers. The loop is an iterator of steps
 ``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,10 +27,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.generation.compiled_step import CompileOptions, check_compilable, use_compiled_step
-from icl_patch.generation.decode_state import DecodeState
+from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.plans import MODES, StepPlans
 from icl_patch.generation.replay_checks import ReplayChecks
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.models.forward import (
     MediaPositions,
     check_last_type,
@@ -40,6 +42,11 @@ from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
+_MODES_OF_ARITHMETIC = {
+    "auto": "auto",
+    MODEL: DecodeMode.TWO_PASS.value,
+    BATCH_INVARIANT: DecodeMode.SHARED_CACHE.value,
+}
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -112,6 +119,30 @@ class _Prepared:
     def capacity(self) -> int:
         """The largest number of tokens, the prompt's included."""
         return max(int(self.config.max_length), self.ids.shape[1] + 1)
+
+
+def mode_of(mode: str, arithmetic: str | None, update: str) -> str:
+    """The mode that ``arithmetic``, an option of earlier versions, asks for; warns of it."""
+    if arithmetic is None:
+        return mode
+    if arithmetic not in _MODES_OF_ARITHMETIC:
+        expected = ", ".join(map(repr, _MODES_OF_ARITHMETIC))
+        raise ValueError(f"expected arithmetic {expected}, got {arithmetic!r}")
+    if update != "exact":
+        if arithmetic == BATCH_INVARIANT:
+            raise ValueError(
+                f"expected update 'exact' with arithmetic {arithmetic!r}, got {update!r}"
+            )
+        arithmetic = "auto"
+    wanted = _MODES_OF_ARITHMETIC[arithmetic]
+    warnings.warn(
+        f"arithmetic={arithmetic!r} is deprecated: say mode={wanted!r}",
+        FutureWarning,
+        stacklevel=3,
+    )
+    if "auto" not in (mode, wanted) and mode != wanted:
+        raise ValueError(f"expected mode {wanted!r} with arithmetic {arithmetic!r}, got {mode!r}")
+    return wanted if mode == "auto" else mode
 
 
 # Arguments that transformers' generate adds to the model's inputs.
