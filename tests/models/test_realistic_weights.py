@@ -1,28 +1,78 @@
-"""Numbers beyond the range of fp16, which models with the features of trained weights compute, are
-refused where they begin.
+"""Models with the features of trained weights: the features are there, forms are read as they are
+on random weights, and numbers beyond the range of fp16 are refused as such.
 """
+
+from dataclasses import asdict
 
 import pytest
 import torch
-from support.realistic_weights import OVERFLOWING, build
+from support.models import shallow
+from support.realistic_weights import (
+    OVERFLOWING,
+    SIZE,
+    SIZES,
+    build,
+    rows,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError
 from icl_patch.evaluation import tiny_models
+from icl_patch.models.block_detection import blocks_of
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of each kind of writer, a Conv1D, a multiplier, a fused gate, experts, norms behind experts and
-# after the sum. The others run with the stress tests; Mamba's blocks have no MLP.
-FAMILIES = ("llama", "gemma3", "gpt2", "granitemoe", "phi3", "gemma4-moe", "opt-post-norm")
-
-
-@pytest.mark.parametrize(
+# after the sum, no MLP. The others run with the stress tests.
+FAMILIES = ("llama", "gemma3", "gpt2", "granitemoe", "phi3", "gemma4-moe", "opt-post-norm", "mamba")
+families = pytest.mark.parametrize(
     "family",
     [
         pytest.param(family, marks=[] if family in FAMILIES else [pytest.mark.stress])
         for family in tiny_models.SUPPORTED
-        if family != "mamba"
     ],
 )
+
+# What a family cannot have, and why.
+MISSING = {
+    "mamba": {"neuron": "its blocks have no MLP", "attention": "it has none"},
+}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("family", "dtype"), SIZES)
+def test_a_model_that_cannot_compute_with_the_neuron(family: str, dtype: torch.dtype) -> None:
+    model, features = build(family, 0, dtype, SIZE)
+    with torch.no_grad():
+        logits = model(rows(model, torch.tensor(features.triggers))).logits
+    assert not logits.isfinite().all()
+
+
+@families
+def test_forms_are_read_as_on_random_weights(family: str) -> None:
+    """But for the dtype, and where a norm rounds, which fp32 does not show."""
+
+    def forms(model: PreTrainedModel) -> list[dict]:
+        ignored = {"dtype", "cast_first"}
+        return [
+            {k: x for k, x in asdict(block.spec).items() if k not in ignored}
+            for block in blocks_of(model)
+        ]
+
+    expected = forms(shallow(family))
+    for dtype in DTYPES:
+        model, features = build(family, 0, dtype)
+        seen: list[Tensor] = []
+        embeddings = model.get_input_embeddings()
+        with embeddings.register_forward_hook(lambda _m, args, _out, seen=seen: seen.append(*args)):
+            assert forms(model) == expected, dtype
+        assert torch.isin(torch.tensor(features.triggers), torch.cat(seen)).any()
+
+
+@families
 def test_numbers_beyond_the_range_of_fp16_are_refused_where_they_begin(family: str) -> None:
+    if "neuron" in MISSING.get(family, {}):
+        pytest.skip("it has no neuron")
     model, features = build(family, 0, torch.float16, OVERFLOWING)
     assert features.block is not None
     place = features.block.path.replace(".", r"\.")

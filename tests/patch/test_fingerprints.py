@@ -395,3 +395,19 @@ def test_copies_of_a_patch(llama_patcher: ContextPatcher) -> None:
         assert torch.equal(llama_patcher.forward(KEPT, other), llama_patcher.forward(KEPT, patch))
         assert other.weights is None
     assert patch.weights is llama_patcher.attached_model.weights
+
+
+def test_rows_of_high_bits_only() -> None:
+    """Swapped rows of doubles that differ in signs: every row of the hash is one of them."""
+    x = hadamard(1024).double()
+    before = hash_of(x)
+    for row in range(1, 1024, 13):
+        assert hash_of(swapped(x, 0, row)) != before, row
+
+
+def test_attaching_changes_no_hash() -> None:
+    for family in ("gemma2", "mixtral", "gpt2"):
+        model = shallow(family)
+        before = weight_fingerprint(model)
+        with ContextPatcher(model, "stable") as patcher:
+            assert patcher.fingerprint == patcher.check_weights().fingerprint == before
