@@ -6,5 +6,5 @@ list of :class:`icl_patch.bench.harness.Case`, the most telling first; its docst
 its table.
 """
 
-OF_A_MODEL = ("generation", "answer")
+OF_A_MODEL = ("generation", "answer", "passes")
 BENCHMARKS = ("linear", "inversion", "attention", *OF_A_MODEL)
