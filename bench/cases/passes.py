@@ -104,9 +104,7 @@ def computing(model: PreTrainedModel, tokens: Callable[[int], Tensor]) -> Compar
     )
 
 
-def first_token(
-    length: int, model: PreTrainedModel, tokens: Callable[[int], Tensor]
-) -> Comparison:
+def first_token(length: int, model: PreTrainedModel, tokens: Callable[[int], Tensor]) -> Comparison:
     """The first token of a generation; each call gives it (1,)."""
     ids = tokens(length)
     greedy: Any = {"max_new_tokens": 1, "do_sample": False}
