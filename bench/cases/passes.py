@@ -3,7 +3,8 @@
 Attaching is compared with one of the model's own passes over 64 tokens, `compute` of 32 tokens with
 a context of 2,048 with the model's own pass over the 2,080, and the first token of `generate` with
 that of `model.generate`. The error is the largest difference of the kept tokens' logits, relative
-to the largest; of a token, whether it is another than the model's.
+to the largest; of a token, whether it is another than the model's. `MB` are the most memory that
+the first call needs beyond what was in use before it, the model's own first.
 """
 
 import functools
@@ -17,11 +18,11 @@ from transformers import PreTrainedModel
 from icl_patch import ContextPatcher
 from icl_patch.bench.cases.models import SavedModel, twin
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
-from icl_patch.bench.timing import InTurn
+from icl_patch.bench.timing import InTurn, peak_bytes
 
 CHECKED = 64  # tokens of the pass that attaching is compared with
 CONTEXT, KEPT = 2048, 32
-CONTEXTS = (256, 2048)  # of the first token
+CONTEXTS = (256, 2048, 8000)  # of the first token
 UPDATES = ("exact", "stable")
 OWN = "the model's own pass"
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.15}
@@ -114,14 +115,14 @@ def first_token(length: int, model: PreTrainedModel, tokens: Callable[[int], Ten
         token: Tensor = generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0, -1:]
         return token
 
-    def step(patcher: ContextPatcher, compile: bool) -> Tensor:
-        return next(iter(patcher.generate(ids, compile=compile, **greedy))).token_ids[0]
+    def step(patcher: ContextPatcher) -> Tensor:
+        return next(iter(patcher.generate(ids, **greedy))).token_ids[0]
 
-    expected, calls = own(), {OWN: own}
-    for update in UPDATES:
-        patcher = ContextPatcher(twin(model), update)
-        for name, compile in ((update, False), (f"{update}, compiled", True)):
-            calls[f"generate, {name}"] = functools.partial(step, patcher, compile)
+    patchers = {update: ContextPatcher(twin(model), update) for update in UPDATES}
+    calls: dict[str, Callable[[], Any]] = {OWN: own}
+    calls |= {f"generate, {name}": functools.partial(step, x) for name, x in patchers.items()}
+    megabytes = {f"{name}, MB": peak_bytes(call, ids.device) / 1e6 for name, call in calls.items()}
+    expected = own()
 
     def check(_name: str, token: Any) -> float:
         other = bool((token != expected).any())
@@ -131,4 +132,4 @@ def first_token(length: int, model: PreTrainedModel, tokens: Callable[[int], Ten
             )
         return float(other)
 
-    return Comparison(ours=OWN, calls=calls, check=check, notes={"context tokens": float(length)})
+    return Comparison(ours=OWN, calls=calls, check=check, notes=megabytes)
