@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -233,7 +234,7 @@ class Measuring:
     def compile(self, configs: Sequence[Config], shapes: Shapes, cases: Shapes) -> None:
         """Compile everything that will be measured, in parallel, into Triton's cache."""
         jobs = [
-            (self._capability, config, self._dtype, size, rank, rows)
+            (self._capability, (config, self._dtype, size, rank, rows))
             for config in configs
             for size in shapes
             for rows, rank in cases
@@ -273,16 +274,13 @@ class Measuring:
         return compare({"": InTurn(function, weights)}, self._device)[""]["median"]
 
 
-def compile_problem(
-    job: tuple[int, Config, torch.dtype, tuple[int, int], int | None, int],
-) -> str | None:
+def compile_problem(job: tuple[int, tuple[Any, ...]]) -> str | None:
     """Compile a linear map (the capability, then the arguments of
     :func:`icl_patch.kernels.compilation.linear_launch`); why it fails, or None.
     """
-    capability, config, dtype, size, rank, rows = job
+    capability, arguments = job
     try:
-        launch = compilation.linear_launch(config, dtype, size, rank, rows)
-        compilation.compile_ahead(launch, capability)
+        compilation.compile_ahead(compilation.linear_launch(*arguments), capability)
     except Exception as error:  # the compiler's errors have no common class
         return reason(error)
     return None
@@ -292,14 +290,13 @@ def entry_problem(pool: Executor, entry: TunedConfig, capability: int) -> str | 
     """Why an entry cannot be in a data file for GPUs of a compute capability: one of its kernels
     spills or does not fit.
     """
-    variants = [variant for variant, _ in compilation.entry_launches(entry, capability)]
-    jobs = ((entry, capability, variant) for variant in variants)
+    jobs = [(capability, *of) for of in compilation.entry_variants(entry, capability)]
     return next((problem for problem in pool.map(_kernel_problem, jobs) if problem), None)
 
 
-def _kernel_problem(job: tuple[TunedConfig, int, str]) -> str | None:
-    entry, capability, variant = job
-    launch = dict(compilation.entry_launches(entry, capability))[variant]
+def _kernel_problem(job: tuple[int, str, tuple[Any, ...]]) -> str | None:
+    capability, variant, arguments = job
+    launch = compilation.linear_launch(*arguments)
     problem = compilation.resources(launch, capability).problem(capability)
     return problem and f"{variant} on sm_{capability} {problem}"
 
