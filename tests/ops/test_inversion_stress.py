@@ -2,8 +2,6 @@
 ``pytest -m stress``.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from support.inversion import ROOT_ULP, check_against_the_oracle, check_rows, needs_native, sweep
@@ -19,34 +17,10 @@ SIZES = [1, 2, 3, 5, 8, 9, 16, 31, 64, 100, 171, 300]
 ROWS_OF_A_KIND = 400  # times 18 families, 4 dtypes, 12 sizes and 3 radii: 1,036,800
 
 
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    def write(line: str) -> None:
-        with capsys.disabled():
-            print(line, flush=True)
-
-    return write
-
-
 @pytest.mark.parametrize("family", ROWS)
-def test_a_million_rows(family: str, say: Callable[[str], None]) -> None:
-    evaluations = []
+def test_a_million_rows(family: str) -> None:
     for _, m, g, rms, eps in sweep(list(FLOATS.values()), SIZES, [family], ROWS_OF_A_KIND):
-        result = ops.invert_rmsnorm(g, m, rms, eps)
-        check_rows(m, g, rms, eps, result)
-        evaluations.append(result.evaluations)
-    counts = torch.cat(evaluations).double()
-    assert len(counts) * len(ROWS) >= 1_000_000
-    searched = counts[counts > 0]
-    mean, p99, most = (
-        (float(x) for x in (searched.mean(), searched.quantile(0.99), searched.max()))
-        if len(searched)
-        else (0, 0, 0)
-    )
-    say(
-        f"\n{family:14} {len(counts):7} rows, {len(searched):6} searched: evaluations mean"
-        f" {mean:.2f}, p99 {p99:.0f}, max {most:.0f}"
-    )
+        check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
 
 
 @pytest.mark.parametrize("n", [1151, 5376, 16385, 65536])

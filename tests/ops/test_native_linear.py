@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import traced
+from support import op_calls
 from support.linear_cases import LAYOUTS, Case, linear_case
-from support.numeric import UNIT, by_columns, in_gaps, normal, same_bits, seeded
+from support.numeric import UNIT, by_columns, in_gaps, normal, numbers_of_threads, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import ops
@@ -134,13 +134,8 @@ def test_strides_and_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
     )
     transposed = u.transpose(0, 1).contiguous().transpose(0, 1)
     assert same_bits(patched_linear(z, weight, transposed, v, bias), plain)
-    before = torch.get_num_threads()
-    try:
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            assert same_bits(patched_linear(z, weight, u, v, bias), plain)
-    finally:
-        torch.set_num_threads(before)
+    for _ in numbers_of_threads(2, 3):
+        assert same_bits(patched_linear(z, weight, u, v, bias), plain)
     assert all(same_bits(patched_linear(z, weight, u, v, bias), plain) for _ in range(100))
 
 
@@ -227,9 +222,9 @@ def test_a_compiled_graph_takes_the_path_of_the_rows_it_has() -> None:
         assert all(map(same_bits, outputs, step(z, u, index)))
 
 
-@pytest.mark.parametrize("name", traced.CALLS)
+@pytest.mark.parametrize("name", op_calls.CALLS)
 def test_traced_on_real_tensors(name: str) -> None:
-    traced.check_traced(name)
+    op_calls.check_traced(name)
 
 
 def check_products() -> None:

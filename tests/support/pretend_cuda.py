@@ -9,7 +9,6 @@ by then; a capture neither looks at a number nor copies between devices. A compi
 it was given. Streams and events do nothing, no kernel runs, and no time means anything.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -291,16 +290,6 @@ class Stream:
         synchronize()
 
 
-class Event(Stream):
-    seconds = 0.0
-
-    def record(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def elapsed_time(self, later: "Event") -> float:
-        return 1e3 * (later.seconds - self.seconds)
-
-
 class CUDAGraph:
     """See the module."""
 
@@ -404,12 +393,7 @@ def pytest_configure() -> None:
         nullcontext,
         nullcontext,
     )
-    torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph, torch.cuda.graph = (
-        Stream,
-        Event,
-        CUDAGraph,
-        graph,
-    )
+    torch.cuda.Stream, torch.cuda.CUDAGraph, torch.cuda.graph = Stream, CUDAGraph, graph
 
     torch._C._ensureCUDADeviceGuardSet()
     # of what writes down what is called, which this does not

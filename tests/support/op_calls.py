@@ -1,11 +1,11 @@
-"""Every op through ``make_fx`` on real tensors: the graph holds the ops themselves, and is right on
-other numbers.
+"""Every op as a function of tensors, in whichever implementation serves it: traced on real tensors,
+derived, and mapped over.
 """
 
 from collections.abc import Callable
 
 import torch
-from support.numeric import normal, same_bits, seeded
+from support.numeric import UNIT, normal, same_bits, seeded
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -62,7 +62,7 @@ CALLS: dict[str, Call] = {
     "norm_pair": lambda z, w, u, v, b, pu, pv, i: _norm_pair(z, v),
     "gated_product": lambda z, w, u, v, b, pu, pv, i: ops.gated_product(z, v, "silu"),
     "decode_attention": lambda z, w, u, v, b, pu, pv, i: ops.decode_attention(
-        z.unsqueeze(1), v[:, None, None], u[:, None, None]
+        z.unsqueeze(1), torch.stack([v, -v], 1).unsqueeze(1), torch.stack([u, -u], 1).unsqueeze(1)
     ),
     "invert_rmsnorm": lambda z, w, u, v, b, pu, pv, i: (
         ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden
@@ -74,7 +74,7 @@ NATIVE = ("decode_attention", "invert_rmsnorm", "stable_scale")
 
 
 def check_traced(name: str) -> None:
-    """The op's node is in the graph, and nothing of the first run's numbers."""
+    """Through ``make_fx`` the op's node is in the graph, and nothing of the first run's numbers."""
     call, op = CALLS[name], name.partition(",")[0]
     graph = make_fx(call)(*arguments(0))
     triton = dispatch.backend == "triton" and op not in NATIVE
@@ -90,3 +90,55 @@ def check_traced(name: str) -> None:
         *((parts,) if isinstance(parts, Tensor) else parts for parts in (found, eager)), strict=True
     ):
         assert same_bits(x, y)
+
+
+DIFFERENTIABLE = [name for name in CALLS if name not in ("invert_rmsnorm", "stable_scale")]
+
+
+def _of_z(name: str) -> Callable[[Tensor], Tensor]:
+    """The op's first result as a function of z, in z's dtype."""
+    _, *others = arguments(0)
+
+    def function(z: Tensor) -> Tensor:
+        out = CALLS[name](z, *(x.to(z.dtype) if x.is_floating_point() else x for x in others))
+        return out if isinstance(out, Tensor) else out[0]
+
+    return function
+
+
+def near(found: Tensor, expected: Tensor) -> bool:
+    """In fp32: a derivative is two sums of at most ten products, of results that are rounded sums
+    themselves.
+    """
+    size = expected.abs().max()
+    return bool((found - expected).abs().max() <= 400 * UNIT[torch.float32] * size)
+
+
+def check_derivatives(name: str) -> None:
+    """Forwards, backwards and by torch.func, against differences in fp64 where gradients are
+    recorded and where they are not.
+    """
+    function, z = _of_z(name), arguments(0)[0]
+    tangent = normal(seeded(9), *z.shape, dtype=torch.float32)
+    wide, step = z.double(), 1e-6 * tangent.double()
+    expected = ((function(wide + step) - function(wide - step)) / 2e-6).float()
+    jacobian = torch.func.jacrev(function)(z)
+    along = torch.einsum("ijkl,kl->ij", jacobian.reshape(len(jacobian), -1, *z.shape), tangent)
+    along = along.reshape(expected.shape)
+    assert jacobian.dtype == torch.float32
+    assert near(along, expected), name
+    assert not near(1.0001 * along, expected), name
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert near(torch.func.jvp(function, (z,), (tangent,))[1], along), (name, grad)
+    leaf = z.clone().requires_grad_()
+    (found,) = torch.autograd.grad(function(leaf).sum(), leaf)
+    assert near(found, jacobian.reshape(-1, *z.shape).sum(0)), name
+
+
+def check_mapped(name: str) -> None:
+    """``vmap`` over a stack is the op on each."""
+    function, stack = _of_z(name), torch.stack([arguments(seed)[0] for seed in (0, 1)])
+    with torch.no_grad():
+        found = torch.func.vmap(function)(stack)
+        assert near(found, torch.stack([function(z) for z in stack])), name
