@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.inversion import (
     Invert,
-    check_against_the_oracle,
     check_rows,
     every_implementation,
     sweep_together,
@@ -26,14 +25,6 @@ from support.rows import ROWS, rows_of, signs, some, uniform
 
 from icl_patch import ops
 from icl_patch.ops import InversionStatus as Status
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("family", ROWS)
-@every_implementation
-def test_inversion_against_the_oracle(invert: Invert, family: str, dtype: torch.dtype) -> None:
-    count = 55 if family == "near_hard" else 5
-    check_against_the_oracle(invert, family, count, 9, dtype, seed=0)
 
 
 @every_implementation
@@ -75,7 +66,7 @@ def test_inversion_of_thousands_of_rows(invert: Invert, dtype: torch.dtype) -> N
     every family: 62,208 natively.
     """
     rows = 36 if invert is ops.invert_rmsnorm else 6
-    for m, g, rms, eps in sweep_together([dtype], [1, 2, 3, 7, 16, 33, 130, 257], [*ROWS], rows):
+    for m, g, rms, eps in sweep_together([dtype], [1, 2, 3, 9, 16, 33, 130, 257], [*ROWS], rows):
         check_rows(m, g, rms, eps, invert(g, m, rms, eps))
 
 
