@@ -2,7 +2,7 @@
 derived, and mapped over.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from support.numeric import UNIT, normal, same_bits, seeded
@@ -27,10 +27,6 @@ def arguments(seed: int) -> list[Tensor]:
     ]
 
 
-def _direction(z: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.read_direction(z)[:2]
-
-
 def _norm_pair(z: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     pair = ops.norm_pair(z, v[0], 1e-5)
     return pair.z_pair, pair.delta, *pair.direction[:2]
@@ -42,41 +38,49 @@ def _record_linears(z: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return tuple(x for of in recorded for x in of)
 
 
-Call = Callable[..., Tensor | tuple[Tensor, ...]]
-CALLS: dict[str, Call] = {
-    "patched_linear": lambda z, w, u, v, b, pu, pv, i: ops.patched_linear(z, w, u, v, b),
-    "patched_linear, a pool": lambda z, w, u, v, b, pu, pv, i: ops.patched_linear(
-        z, w, pu, pv, b, index=i
+def _attention(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Of two keys and values."""
+    key, value = (torch.stack([x, -x], 1).unsqueeze(1) for x in (v, u))
+    return ops.decode_attention(z.unsqueeze(1), key, value)
+
+
+NAMES = ("z", "w", "u", "v", "b", "pool_u", "pool_v", "index")  # of the arguments
+CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
+    "patched_linear": lambda z, w, u, v, b, **_: ops.patched_linear(z, w, u, v, b),
+    "patched_linear, a pool": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
+        z, w, pool_u, pool_v, b, index=index
     ),
-    "add_low_rank, tiles": lambda z, w, u, v, b, pu, pv, i: ops.patched_linear(
-        z, w, pu, pv, b, index=i, path="gemm"
+    "add_low_rank, tiles": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
+        z, w, pool_u, pool_v, b, index=index, path="gemm"
     ),
-    "record_linear": lambda z, w, u, v, b, pu, pv, i: ops.record_linear(z, w, b)[:2],
-    "record_linears": lambda z, w, u, v, b, pu, pv, i: _record_linears(z, w, b),
-    "add_low_rank": lambda z, w, u, v, b, pu, pv, i: ops.add_low_rank(u, z, u, v),
-    "expert_linear": lambda z, w, u, v, b, pu, pv, i: ops.expert_linear(
-        z, torch.stack([w, -w, 2 * w, w]), i.unsqueeze(1) + 1
+    "record_linear": lambda z, w, b, **_: ops.record_linear(z, w, b)[:2],
+    "record_linears": lambda z, w, b, **_: _record_linears(z, w, b),
+    "add_low_rank": lambda z, u, v, **_: ops.add_low_rank(u, z, u, v),
+    "expert_linear": lambda z, w, index, **_: ops.expert_linear(
+        z, torch.stack([w, -w, 2 * w, w]), index.unsqueeze(1) + 1
     ),
-    "read_direction": lambda z, w, u, v, b, pu, pv, i: _direction(z),
-    "rms_norm": lambda z, w, u, v, b, pu, pv, i: ops.rms_norm(z, v, 1e-5),
-    "norm_pair": lambda z, w, u, v, b, pu, pv, i: _norm_pair(z, v),
-    "gated_product": lambda z, w, u, v, b, pu, pv, i: ops.gated_product(z, v, "silu"),
-    "decode_attention": lambda z, w, u, v, b, pu, pv, i: ops.decode_attention(
-        z.unsqueeze(1), torch.stack([v, -v], 1).unsqueeze(1), torch.stack([u, -u], 1).unsqueeze(1)
-    ),
-    "invert_rmsnorm": lambda z, w, u, v, b, pu, pv, i: (
-        ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden
-    ),
-    "stable_scale": lambda z, w, u, v, b, pu, pv, i: ops.stable_scale(z, v[0], v).u,
+    "read_direction": lambda z, **_: tuple(ops.read_direction(z)[:2]),
+    "rms_norm": lambda z, v, **_: ops.rms_norm(z, v, 1e-5),
+    "norm_pair": lambda z, v, **_: _norm_pair(z, v),
+    "gated_product": lambda z, v, **_: ops.gated_product(z, v, "silu"),
+    "decode_attention": lambda z, u, v, **_: _attention(z, u, v),
+    "invert_rmsnorm": lambda z, u, v, **_: ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden,
+    "stable_scale": lambda z, v, **_: ops.stable_scale(z, v[0], v).u,
 }
+
+
+def call(name: str, given: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    return CALLS[name](**dict(zip(NAMES, given, strict=True)))
+
+
 # the native library's, whatever serves the products
 NATIVE = ("decode_attention", "invert_rmsnorm", "stable_scale")
 
 
 def check_traced(name: str) -> None:
     """Through ``make_fx`` the op's node is in the graph, and nothing of the first run's numbers."""
-    call, op = CALLS[name], name.partition(",")[0]
-    graph = make_fx(call)(*arguments(0))
+    op = name.partition(",")[0]
+    graph = make_fx(lambda *given: call(name, given))(*arguments(0))
     triton = dispatch.backend == "triton" and op not in NATIVE
     if triton and "tiles" in name:
         op = "patched_linear"  # Triton's own tiles
@@ -85,7 +89,7 @@ def check_traced(name: str) -> None:
     expected = f"icl_patch.{'triton_' if triton else ''}{op}.default"
     assert expected in [str(node.target) for node in graph.graph.nodes], graph.code
     other = arguments(1)
-    found, eager = graph(*other), call(*other)
+    found, eager = graph(*other), call(name, other)
     for x, y in zip(
         *((parts,) if isinstance(parts, Tensor) else parts for parts in (found, eager)), strict=True
     ):
@@ -100,7 +104,7 @@ def _of_z(name: str) -> Callable[[Tensor], Tensor]:
     _, *others = arguments(0)
 
     def function(z: Tensor) -> Tensor:
-        out = CALLS[name](z, *(x.to(z.dtype) if x.is_floating_point() else x for x in others))
+        out = call(name, [z, *(x.to(z.dtype) if x.is_floating_point() else x for x in others)])
         return out if isinstance(out, Tensor) else out[0]
 
     return function
