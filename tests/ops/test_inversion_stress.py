@@ -17,23 +17,20 @@ ROWS_OF_A_KIND = 400  # times 18 families, 4 dtypes, 12 sizes and 3 radii: 1,036
 
 @pytest.mark.parametrize("family", ROWS)
 def test_a_million_rows(family: str) -> None:
-    for _, m, g, rms, eps in sweep(list(FLOATS.values()), SIZES, [family], ROWS_OF_A_KIND):
+    for m, g, rms, eps in sweep(list(FLOATS.values()), SIZES, [family], ROWS_OF_A_KIND):
         check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
 
 
 @pytest.mark.parametrize("n", [1151, 5376, 16385, 65536])
 def test_long_rows(n: int) -> None:
-    for family, m, g, rms, eps in sweep(
-        [torch.float32, torch.bfloat16, torch.float64], [n], list(ROWS), 4
-    ):
-        if family != "single":
-            check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
+    for m, g, rms, eps in sweep([torch.float32, torch.bfloat16, torch.float64], [n], ROWS, 4):
+        check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
 
 
 @pytest.mark.parametrize("family", ROWS)
 def test_the_update_against_plain_torch(family: str) -> None:
     """All of it, in fp64 and in single precision; beside the hard case y is known to √ulp."""
-    for _, m, g, _, eps in sweep([torch.float32, torch.float64], SIZES, [family], 40):
+    for m, g, _, eps in sweep([torch.float32, torch.float64], SIZES, [family], 40):
         h = normal(seeded(len(g)), *g.shape, dtype=g.dtype)
         result, expected = ops.stable_scale(g, m, h, eps), reference.stable_scale(g, m, h, eps)
         assert torch.equal(result.status, expected.status)

@@ -4,7 +4,7 @@ many rows.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
 import pytest
@@ -61,31 +61,20 @@ def check_rows(m: Tensor, g: Tensor, c: Tensor, eps: float, result: ops.RMSNormI
 
 
 def sweep(
-    dtypes: list[torch.dtype], sizes: list[int], families: list[str], rows: int
-) -> Iterator[tuple[str, Tensor, Tensor, Tensor, float]]:
-    """``rows`` rows of every family, dtype, size and radius: family, m, g, rms, eps."""
+    dtypes: list[torch.dtype], sizes: list[int], families: Iterable[str], rows: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
+    """``rows`` rows of every family, dtype, size and radius, those of one dtype, size and eps
+    together: m, g, rms, eps. The time of a call hardly depends on the number of its rows.
+    """
+    found = defaultdict(list)
     for seed, (family, dtype, n, (c, eps)) in enumerate(
         itertools.product(families, dtypes, sizes, RADII)
     ):
         m, g = rows_of(family, rows, n, dtype, seed)
-        near = family == "near_hard" and eps == 0
-        rms = c * (
-            torch.ones(rows, dtype=torch.float64)
-            if near
-            else 2 ** uniform(seeded(seed), -1, 1, rows)
-        )
-        yield family, m, g, rms.to(dtype), eps
-
-
-def sweep_together(
-    dtypes: list[torch.dtype], sizes: list[int], families: list[str], rows: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-    """The rows of :func:`sweep`, those of one dtype, size and eps together: m, g, rms, eps. The
-    time of a call hardly depends on the number of its rows.
-    """
-    found = defaultdict(list)
-    for _, m, g, rms, eps in sweep(dtypes, sizes, families, rows):
-        found[g.dtype, g.shape[1], eps].append((m, g, rms))
+        rms = c * 2 ** uniform(seeded(seed), -1, 1, rows)
+        if family == "near_hard" and eps == 0:  # only for this radius are they near
+            rms = torch.full((rows,), c)
+        found[dtype, n, eps].append((m, g, rms.to(dtype)))
     for (_, _, eps), parts in found.items():
         m, g, rms = (torch.cat(part) for part in zip(*parts, strict=True))
         yield m, g, rms, eps
@@ -95,7 +84,7 @@ def mixed_rows(
     n: int, per_family: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Rows of every family of n coordinates, shuffled."""
-    parts = [rows_of(family, per_family, n, dtype, seed) for family in ROWS if family != "single"]
+    parts = [rows_of(family, per_family, n, dtype, seed) for family in ROWS]
     m, g = (torch.cat(part) for part in zip(*parts, strict=True))
     order = torch.randperm(len(m), generator=seeded(seed))
     return m[order], g[order]
