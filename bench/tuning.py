@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch.bench.cases.linear import (
@@ -193,8 +192,8 @@ def best(
     cases: Shapes,
     measuring: "Measuring",
 ) -> TunedConfig:
-    """The entry with the candidate that is closest to the fastest at each of the class's shapes, on
-    average.
+    """The entry with the candidate that is closest to the fastest at each of the class's shapes and
+    at each case (rows and rank), on average.
 
     Raises:
         ValueError: no candidate runs at all shapes and can be kept, or there is no shape.
@@ -203,8 +202,8 @@ def best(
     times: dict[Config, list[float]] = {}
     for config in tried:
         found = [measuring.seconds(cases, config, n, k) for n, k in shapes]
-        if found and None not in found:
-            times[config] = [seconds for seconds in found if seconds is not None]
+        if found and all(found):
+            times[config] = [seconds for of_shape in found for seconds in of_shape]
     fastest = [min(found) for found in zip(*times.values(), strict=True)]
 
     def distance(config: Config) -> float:
@@ -217,9 +216,7 @@ def best(
 
 
 class Measuring:
-    """Times of configurations of one dtype on a GPU, relative to ``F.linear``; results are checked
-    before.
-    """
+    """Times of configurations of one dtype on a GPU; results are checked before."""
 
     def __init__(
         self, options: TuningOptions, pool: Executor, progress: Progress, dtype: torch.dtype
@@ -228,7 +225,6 @@ class Measuring:
         self._pool, self._progress, self._dtype = pool, progress, dtype
         # used in turn; those of all shapes are kept, as every configuration goes through them
         self._weights = functools.cache(lambda n, k: cold(options.device, (n, k), dtype))
-        self._plain = functools.cache(self._plain_seconds)
         operands_of.cache_clear()
 
     def compile(self, configs: Sequence[Config], shapes: Shapes, cases: Shapes) -> None:
@@ -250,28 +246,19 @@ class Measuring:
         self._progress(f"{entry.path} N ≤ {entry.max_n}, {entry.config}: {problem or 'chosen'}")
         return problem
 
-    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> float | None:
-        """The sum over rows and ranks, relative to ``F.linear``; None if one of them fails."""
-        weights, total = self._weights(n, k), 0.0
+    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> list[float]:
+        """Of each case, a number of rows and a rank; none if one of them fails."""
+        weights, found = self._weights(n, k), []
         for rows, rank in cases:
             try:
                 check(weights[0], rows, rank, config)
                 z, u, v, _ = operands_of(weights[0], rows, rank)
                 call = functools.partial(launch_linear, z, u=u, v=v, config=config)
-                seconds = self._time(call, weights)
+                found.append(compare({"": InTurn(call, weights)}, self._device)[""]["median"])
             except Exception as error:  # wrong, or does not fit: another candidate will
                 self._progress(f"{config} at {rows} rows of ({n}, {k}): {reason(error):.120}")
-                return None
-            total += seconds / self._plain(n, k, rows)
-        return total
-
-    def _plain_seconds(self, n: int, k: int, rows: int) -> float:
-        weights = self._weights(n, k)
-        z, *_ = operands_of(weights[0], rows, 1)
-        return self._time(lambda weight: F.linear(z, weight), weights)
-
-    def _time(self, function: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
-        return compare({"": InTurn(function, weights)}, self._device)[""]["median"]
+                return []
+        return found
 
 
 def compile_problem(job: tuple[int, tuple[Any, ...]]) -> str | None:

@@ -55,14 +55,14 @@ class Fake:
         if len(self.compiled) == self.stop_at:
             raise KeyboardInterrupt
 
-    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> float | None:
+    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> list[float]:
         if cases is tuning.FUSED_CASES:
-            return abs(config.fused - (4 if n <= 4096 else 64)) + 1.0
+            return [abs(config.fused - (4 if n <= 4096 else 64)) + 1.0]
         if config in self.wrong:
-            return None
+            return []
         blocks = replace(config, splits=1, pdl=False)
         place = self.liked.index(blocks) if blocks in self.liked else 99
-        return 1.0 + place - 0.2 * (config.splits == 4) - 0.1 * config.pdl
+        return [1.0 + place - 0.2 * (config.splits == 4) - 0.1 * config.pdl]
 
     def problem(self, entry: TunedConfig) -> str | None:
         blocks = replace(entry.config, fused=32, splits=1, pdl=False)
@@ -143,10 +143,14 @@ def test_splits_are_tried_for_few_outputs_and_early_launches_where_there_are_any
 
 def test_the_best_runs_everywhere_and_is_the_fastest_relative_to_the_others() -> None:
     uneven, even, broken = tuning.candidates(BF16, GEMV)[:3]
-    times = {uneven: (1.0, 3000.0), even: (2.0, 1000.0), broken: (0.1, None)}
+    times = {
+        uneven: [[1.0, 2.0], [3000.0]],
+        even: [[2.0, 2.0], [1000.0]],
+        broken: [[0.1, 0.1], []],
+    }
 
     class Measured(Fake):
-        def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> float | None:
+        def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> list[float]:
             return times[config][n]
 
     def best(shapes: Shapes) -> Config:
