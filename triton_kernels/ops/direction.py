@@ -160,6 +160,7 @@ def read_direction(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
+    # on fake tensors; else the plan launches
     v, inverse_norm2, coeff = (
         z.new_empty(size, dtype=dtype) for size, dtype in direction_outputs(*z.shape)
     )

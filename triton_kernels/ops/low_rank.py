@@ -110,4 +110,5 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit.
     """
+    # on fake tensors; else the plan launches
     return torch.empty_like(y, dtype=out_dtype or y.dtype, memory_format=torch.contiguous_format)

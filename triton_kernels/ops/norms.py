@@ -230,6 +230,7 @@ def norm_pair(
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or ``eps`` does not fit.
     """
+    # on fake tensors; else the plan launches
     z_pair, delta, v, inverse_norm2, coeff = (
         hidden.new_empty(size, dtype=dtype) for size, dtype in _pair_outputs(hidden)
     )
@@ -257,4 +258,5 @@ def rms_norm(
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
+    # on fake tensors; else the plan launches
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -74,21 +74,16 @@ def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor) -
         raise ValueError(f"expected {expected}, got {tuple(coeff.shape)}")
 
 
-def _fake(
-    z_pair: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    coeff: Tensor,
-    path: str | None,
-) -> list[Tensor]:
-    return [
+_record_linears = define(
+    "record_linears",
+    "(Tensor z_pair, Tensor[] weights, Tensor?[] biases, Tensor coeff, str? path) -> Tensor[]",
+    lambda z_pair, weights, *_: [
         z_pair.new_empty((z_pair.shape[0] // parts, weight.shape[0]), dtype=dtype)
         for weight in weights
         for parts, dtype in ((1, z_pair.dtype), (2, torch.float32))
-    ]
-
-
-_record_linears = define("record_linears", _fake, launch_record)
+    ],
+    launch_record,
+)
 
 
 def record_linears(

@@ -237,11 +237,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def define(name: str, fake: Callable[..., Any], launch: Callable[..., Any]) -> Any:
-    """Define the operator ``icl_patch::triton_NAME`` that runs ``launch``; its schema is that of
-    ``fake``, which gives the outputs' sizes and dtypes.
+def define(name: str, schema: str, fake: Callable[..., Any], launch: Callable[..., Any]) -> Any:
+    """Define the operator ``icl_patch::triton_NAME`` that runs ``launch``; ``fake`` gives the
+    outputs' sizes and dtypes.
     """
-    name, schema = f"triton_{name}", torch.library.infer_schema(fake, mutates_args=())
+    name = f"triton_{name}"
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CUDA", "CPU"):  # the CPU in Triton's interpreter
         _LIBRARY.impl(name, launch, device)
@@ -252,7 +252,8 @@ def define(name: str, fake: Callable[..., Any], launch: Callable[..., Any]) -> A
 def operator(
     check: Callable[..., None], plan: Callable[..., Callable[..., Any]]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make an operator of a function whose body gives its outputs' sizes and dtypes, and no more.
+    """Make an operator of a function. Its body runs on fake tensors alone and gives the outputs'
+    sizes and dtypes; its annotations give the schema.
 
     A call goes straight to the launch, or through the operator where torch has to see it.
 
@@ -266,6 +267,7 @@ def operator(
         total = len(signature.parameters)
         count = sum("Tensor" in str(x.annotation) for x in signature.parameters.values())
 
+        # torch leaves out the last arguments too where they are the defaults
         def complete(*arguments: Any, **named: Any) -> tuple[Any, ...]:
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
@@ -282,12 +284,14 @@ def operator(
         def launch(*arguments: Any) -> Any:
             return cached_launch(checked_plan, arguments[:count], *arguments[count:])
 
-        # torch leaves out the last arguments where they are the defaults
-        packet = define(function.__name__, function, lambda *given: launch(*complete(*given)))
+        schema = torch.library.infer_schema(function, mutates_args=())
+        packet = define(
+            function.__name__, schema, function, lambda *given: launch(*complete(*given))
+        )
 
         @wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
-            if len(arguments) < total:
+            if named or len(arguments) < total:
                 arguments = complete(*arguments, **named)
             if needs_op(*arguments[:count]):
                 checked(*arguments)
