@@ -11,7 +11,6 @@ it was given. Streams and events do nothing, no kernel runs, and no time means a
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -272,15 +271,6 @@ def claiming_data(make: Callable[..., Any], empty: Callable[..., Tensor]) -> Cal
     return made
 
 
-class Generator(torch.Generator):
-    """Its numbers are the CPU's."""
-
-    def __new__(cls, device: Any = None) -> "Generator":
-        return super().__new__(cls)
-
-    def __init__(self, device: Any = None) -> None: ...
-
-
 class Stream:
     """All work is done when it is asked for."""
 
@@ -351,7 +341,6 @@ def pytest_configure() -> None:
         setattr(torch, name, claiming(getattr(torch, name)))
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, claiming_data(getattr(torch, name), empty))
-    torch.Generator = Generator
     torch.compile = lambda function, **_: function
     graph_partition.BACKEND = lambda module, _: module
     fake_tensor.init_gpu_context = always(None)
@@ -363,12 +352,6 @@ def pytest_configure() -> None:
     Tensor.to, Tensor.numpy = to, numpy
     Tensor.cuda, Tensor.cpu = (lambda x, _=None: move(x, CUDA)), (lambda x: move(x, CPU))
 
-    properties = SimpleNamespace(
-        name="a pretended device",
-        total_memory=2**37,
-        L2_cache_size=2**16,
-        multi_processor_count=132,
-    )
     pretended = {
         "_lazy_init": None,
         "is_available": True,
@@ -376,13 +359,8 @@ def pytest_configure() -> None:
         "device_count": 2,
         "empty_cache": None,
         "current_device": 0,
-        "get_device_name": properties.name,
+        "get_device_name": "a pretended device",
         "get_device_capability": (9, 0),
-        "get_device_properties": properties,
-        "mem_get_info": (2**24, 2**37),
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "reset_peak_memory_stats": None,
         "current_stream": Stream(),
     }
     for name, value in pretended.items():
