@@ -230,13 +230,13 @@ class Measuring:
     def compile(self, configs: Sequence[Config], shapes: Shapes, cases: Shapes) -> None:
         """Compile everything that will be measured, in parallel, into Triton's cache."""
         jobs = [
-            (self._capability, (config, self._dtype, size, rank, rows))
+            (self._capability, (config, self._dtype, size, rank, rows), False)
             for config in configs
             for size in shapes
             for rows, rank in cases
         ]
         self._progress(f"compiling {len(jobs)} variants")
-        problems = [problem for problem in self._pool.map(compile_problem, jobs) if problem]
+        problems = [problem for problem in self._pool.map(kernel_problem, jobs) if problem]
         if problems:
             self._progress(f"{len(problems)} do not compile; the first: {problems[0]:.200}")
 
@@ -261,13 +261,17 @@ class Measuring:
         return found
 
 
-def compile_problem(job: tuple[int, tuple[Any, ...]]) -> str | None:
-    """Compile a linear map (the capability, then the arguments of
-    :func:`icl_patch.kernels.compilation.linear_launch`); why it fails, or None.
+def kernel_problem(job: tuple[int, tuple[Any, ...], bool]) -> str | None:
+    """Compile a linear map: the capability, the arguments of
+    :func:`icl_patch.kernels.compilation.linear_launch`, and whether its resources count. Why it
+    fails, or None.
     """
-    capability, arguments = job
+    capability, arguments, in_full = job
     try:
-        compilation.compile_ahead(compilation.linear_launch(*arguments), capability)
+        launch = compilation.linear_launch(*arguments)
+        if in_full:
+            return compilation.resources(launch, capability).problem(capability)
+        compilation.compile_ahead(launch, capability)
     except Exception as error:  # the compiler's errors have no common class
         return reason(error)
     return None
@@ -275,17 +279,14 @@ def compile_problem(job: tuple[int, tuple[Any, ...]]) -> str | None:
 
 def entry_problem(pool: Executor, entry: TunedConfig, capability: int) -> str | None:
     """Why an entry cannot be in a data file for GPUs of a compute capability: one of its kernels
-    spills or does not fit.
+    does not compile, spills or does not fit.
     """
-    jobs = [(capability, *of) for of in compilation.entry_variants(entry, capability)]
-    return next((problem for problem in pool.map(_kernel_problem, jobs) if problem), None)
-
-
-def _kernel_problem(job: tuple[int, str, tuple[Any, ...]]) -> str | None:
-    capability, variant, arguments = job
-    launch = compilation.linear_launch(*arguments)
-    problem = compilation.resources(launch, capability).problem(capability)
-    return problem and f"{variant} on sm_{capability} {problem}"
+    variants = dict(compilation.entry_variants(entry, capability))
+    jobs = [(capability, arguments, True) for arguments in variants.values()]
+    for variant, problem in zip(variants, pool.map(kernel_problem, jobs), strict=True):
+        if problem:
+            return f"{variant} on sm_{capability} {problem}"
+    return None
 
 
 @functools.lru_cache(maxsize=256)

@@ -235,12 +235,12 @@ if __name__ == "__main__":
     config = Config(True, 16, 16, 64, 4, 2, fused=4)
     variant = (config, torch.bfloat16, (64, 128), 1, 2)
     with tuning.ProcessPoolExecutor(1, mp_context=tuning.get_context("spawn")) as pool:
-        assert list(pool.map(tuning.compile_problem, [(90, variant)])) == [None]
+        assert list(pool.map(tuning.kernel_problem, [(90, variant, False)])) == [None]
     assert kernels() == 1, kernels()
     launch = compilation.linear_launch(*variant)
     compilation.compile_ahead(launch, 90)
     assert kernels() == 1, kernels()  # found in the cache, by another process
-    wrong = tuning.compile_problem((90, (config, torch.complex64, (64, 128), 1, 2)))
+    wrong = tuning.kernel_problem((90, (config, torch.complex64, (64, 128), 1, 2), False))
     assert wrong is not None and "Error" in wrong, wrong
 """
 
