@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch.bench.cases.linear import (
@@ -192,8 +192,8 @@ def best(
     cases: Shapes,
     measuring: "Measuring",
 ) -> TunedConfig:
-    """The entry with the candidate that is closest to the fastest at each of the class's shapes, on
-    average.
+    """The entry with the candidate that is closest to the fastest at each of the class's shapes and
+    at each case (rows and rank), on average.
 
     Raises:
         ValueError: no candidate runs at all shapes and can be kept, or there is no shape.
@@ -202,8 +202,8 @@ def best(
     times: dict[Config, list[float]] = {}
     for config in tried:
         found = [measuring.seconds(cases, config, n, k) for n, k in shapes]
-        if found and None not in found:
-            times[config] = [seconds for seconds in found if seconds is not None]
+        if found and all(found):
+            times[config] = [seconds for of_shape in found for seconds in of_shape]
     fastest = [min(found) for found in zip(*times.values(), strict=True)]
 
     def distance(config: Config) -> float:
@@ -216,9 +216,7 @@ def best(
 
 
 class Measuring:
-    """Times of configurations of one dtype on a GPU, relative to ``F.linear``; results are checked
-    before.
-    """
+    """Times of configurations of one dtype on a GPU; results are checked before."""
 
     def __init__(
         self, options: TuningOptions, pool: Executor, progress: Progress, dtype: torch.dtype
@@ -227,19 +225,18 @@ class Measuring:
         self._pool, self._progress, self._dtype = pool, progress, dtype
         # used in turn; those of all shapes are kept, as every configuration goes through them
         self._weights = functools.cache(lambda n, k: cold(options.device, (n, k), dtype))
-        self._plain = functools.cache(self._plain_seconds)
         operands_of.cache_clear()
 
     def compile(self, configs: Sequence[Config], shapes: Shapes, cases: Shapes) -> None:
         """Compile everything that will be measured, in parallel, into Triton's cache."""
         jobs = [
-            (self._capability, config, self._dtype, size, rank, rows)
+            (self._capability, (config, self._dtype, size, rank, rows), False)
             for config in configs
             for size in shapes
             for rows, rank in cases
         ]
         self._progress(f"compiling {len(jobs)} variants")
-        problems = [problem for problem in self._pool.map(compile_problem, jobs) if problem]
+        problems = [problem for problem in self._pool.map(kernel_problem, jobs) if problem]
         if problems:
             self._progress(f"{len(problems)} do not compile; the first: {problems[0]:.200}")
 
@@ -249,39 +246,31 @@ class Measuring:
         self._progress(f"{entry.path} N ≤ {entry.max_n}, {entry.config}: {problem or 'chosen'}")
         return problem
 
-    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> float | None:
-        """The sum over rows and ranks, relative to ``F.linear``; None if one of them fails."""
-        weights, total = self._weights(n, k), 0.0
+    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> list[float]:
+        """Of each case, a number of rows and a rank; none if one of them fails."""
+        weights, found = self._weights(n, k), []
         for rows, rank in cases:
             try:
                 check(weights[0], rows, rank, config)
                 z, u, v, _ = operands_of(weights[0], rows, rank)
                 call = functools.partial(launch_linear, z, u=u, v=v, config=config)
-                seconds = self._time(call, weights)
+                found.append(compare({"": InTurn(call, weights)}, self._device)[""]["median"])
             except Exception as error:  # wrong, or does not fit: another candidate will
                 self._progress(f"{config} at {rows} rows of ({n}, {k}): {reason(error):.120}")
-                return None
-            total += seconds / self._plain(n, k, rows)
-        return total
-
-    def _plain_seconds(self, n: int, k: int, rows: int) -> float:
-        weights = self._weights(n, k)
-        z, *_ = operands_of(weights[0], rows, 1)
-        return self._time(lambda weight: F.linear(z, weight), weights)
-
-    def _time(self, function: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
-        return compare({"": InTurn(function, weights)}, self._device)[""]["median"]
+                return []
+        return found
 
 
-def compile_problem(
-    job: tuple[int, Config, torch.dtype, tuple[int, int], int | None, int],
-) -> str | None:
-    """Compile a linear map (the capability, then the arguments of
-    :func:`icl_patch.kernels.compilation.linear_launch`); why it fails, or None.
+def kernel_problem(job: tuple[int, tuple[Any, ...], bool]) -> str | None:
+    """Compile a linear map: the capability, the arguments of
+    :func:`icl_patch.kernels.compilation.linear_launch`, and whether its resources count. Why it
+    fails, or None.
     """
-    capability, config, dtype, size, rank, rows = job
+    capability, arguments, in_full = job
     try:
-        launch = compilation.linear_launch(config, dtype, size, rank, rows)
+        launch = compilation.linear_launch(*arguments)
+        if in_full:
+            return compilation.resources(launch, capability).problem(capability)
         compilation.compile_ahead(launch, capability)
     except Exception as error:  # the compiler's errors have no common class
         return reason(error)
@@ -290,18 +279,14 @@ def compile_problem(
 
 def entry_problem(pool: Executor, entry: TunedConfig, capability: int) -> str | None:
     """Why an entry cannot be in a data file for GPUs of a compute capability: one of its kernels
-    spills or does not fit.
+    does not compile, spills or does not fit.
     """
-    variants = [variant for variant, _ in compilation.entry_launches(entry, capability)]
-    jobs = ((entry, capability, variant) for variant in variants)
-    return next((problem for problem in pool.map(_kernel_problem, jobs) if problem), None)
-
-
-def _kernel_problem(job: tuple[TunedConfig, int, str]) -> str | None:
-    entry, capability, variant = job
-    launch = dict(compilation.entry_launches(entry, capability))[variant]
-    problem = compilation.resources(launch, capability).problem(capability)
-    return problem and f"{variant} on sm_{capability} {problem}"
+    variants = dict(compilation.entry_variants(entry, capability))
+    jobs = [(capability, arguments, True) for arguments in variants.values()]
+    for variant, problem in zip(variants, pool.map(kernel_problem, jobs), strict=True):
+        if problem:
+            return f"{variant} on sm_{capability} {problem}"
+    return None
 
 
 @functools.lru_cache(maxsize=256)

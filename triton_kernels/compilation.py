@@ -163,18 +163,20 @@ def linear_launch(
     return plan_linear(z, weight, u, v, bias, index, dtype, config)
 
 
-def entry_launches(entry: TunedConfig, capability: int) -> Iterator[tuple[str, Launch]]:
-    """The VARIANTS of an entry of a data file, for a GPU of the compute capability, by name."""
+def entry_variants(entry: TunedConfig, capability: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The arguments of :func:`linear_launch` for the VARIANTS of an entry of a data file, for a GPU
+    of the compute capability, by name.
+    """
     dtype, size = getattr(torch, entry.dtype), (min(entry.max_n or 21504, 21504), 5376)
     config = entry.config.for_capability(capability)
-    for variant, (rank, gemv_rows, gemm_rows) in VARIANTS.items():
-        rows = gemv_rows if entry.path == GEMV else gemm_rows
-        if rows is not None:
-            yield variant, linear_launch(config, dtype, size, rank, rows, variant)
+    for variant, (rank, *rows) in VARIANTS.items():
+        count = rows[entry.path != GEMV]
+        if count is not None:
+            yield variant, (config, dtype, size, rank, count, variant)
     if entry.path == GEMV and size[0] <= NARROW:
         split = replace(entry.config, splits=4, pdl=True).for_capability(capability)
-        for variant, rank, rows in (("rank 1", 1, 1), ("recording", None, 16)):
-            yield f"{variant}, 4 splits", linear_launch(split, dtype, size, rank, rows, variant)
+        for variant, rank, count in (("rank 1", 1, 1), ("recording", None, 16)):
+            yield f"{variant}, 4 splits", (split, dtype, size, rank, count, variant)
 
 
 def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
@@ -189,8 +191,9 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
             key = (entry.path, entry.dtype.replace("bfloat", "float"), entry.config)
             if key not in seen:
                 seen.add(key)
-                for variant, launch in entry_launches(entry, capability):
-                    yield f"{file}: {entry.path} {entry.dtype}{size}, {variant}", launch
+                for variant, of in entry_variants(entry, capability):
+                    name = f"{file}: {entry.path} {entry.dtype}{size}, {variant}"
+                    yield name, linear_launch(*of)
             if entry.path == GEMV and entry.dtype != "float16":
                 yield f"{file}: {entry.dtype}{size}, experts", _expert_launch(entry)
     dtype, d = torch.bfloat16, 5376

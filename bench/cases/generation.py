@@ -156,12 +156,13 @@ def comparison(
     mode = plan.mode
     patch = decode_one_token(_state(models.stable, ids, mode), ids[:, -1]).make_patch()
     plain = plain_step(models.plain, ids, dynamic_cache(models.plain, ids))
+    mixture = any(block.experts for block in models.exact.attached_model.blocks)
     # a patch of a trained model in 16 bits does not survive the rounding of W + ΔW
-    dense = not shape.experts and (isinstance(shape, RandomModel) or dtype == torch.float32)
+    dense = not mixture and (isinstance(shape, RandomModel) or dtype == torch.float32)
     rounded, limit = _LIMITS[dtype]
     expected = plain().double()
     _check_effect(expected, bare_step(models.plain, patch), rounded if dense else limit)
-    builders = _ours(models, ids, mode) | {
+    builders = _ours(models, ids, mode, mixture) | {
         PLAIN: lambda: plain,
         COMPILED: lambda: compiled_step(models.plain, ids, StaticContext(models.plain, ids)),
     }
@@ -206,12 +207,13 @@ def _lazily(build: Callable[[], Step]) -> Call:
     return lambda: step()()
 
 
-def _ours(models: Models, ids: Tensor, mode: DecodeMode) -> dict[str, Callable[[], Step]]:
+def _ours(
+    models: Models, ids: Tensor, mode: DecodeMode, mixture: bool
+) -> dict[str, Callable[[], Step]]:
     """The forms of our step by name, in ``mode`` first; those of several caches for few rows."""
     stable, exact, cuda = models.stable, models.exact, ids.is_cuda
     builders = {_NAMES[mode]: lambda: _decoding_step(stable, ids, mode)}
     compilers, one_cache = CompileOptions(inductor=True, cuda_graph=cuda), DecodeMode.SHARED_CACHE
-    mixture = any(block.experts for block in exact.attached_model.blocks)
     if reason_against(exact.model) is None:
         builders[EXACT] = lambda: _decoding_step(exact, ids, one_cache)
         # no CUDA graph can hold a mixture's exact products, which read their rows on the host

@@ -79,23 +79,17 @@ class RandomModel:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model in a folder, or on the hub.
-
-    Attributes:
-        experts: whether it has a mixture of experts.
-    """
+    """A model in a folder, or on the hub."""
 
     folder: str
     name: str
     vocabulary: int
-    experts: bool
 
     @classmethod
     def of(cls, folder: str) -> "SavedModel":
         """The model of a folder; reads its configuration only."""
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
-        experts = any("expert" in name and value for name, value in config.to_dict().items())
-        return cls(folder, Path(folder).resolve().name, config.vocab_size, experts)
+        return cls(folder, Path(folder).resolve().name, config.vocab_size)
 
     def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """The model, with its weights in ``dtype``."""

@@ -63,7 +63,7 @@ def _is_narrow(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _triton_for(args: tuple[Any, ...]) -> Any:
+def triton_for(args: tuple[Any, ...]) -> Any:
     """Triton's kernels if they serve these arguments, else None.
 
     They have no derivatives, and no transform of torch.func sees into them.
@@ -110,7 +110,7 @@ class Op:
 
     name: of the op in ``torch.ops.icl_patch``, and of the kernel's function in
         :mod:`icl_patch.kernels`. The native op's positional arguments are ``args``; all other
-        functions get ``options`` too.
+        functions get ``options`` too, Triton's own in their order.
     check: raises for arguments that no implementation can take.
     reference: computes the op in plain torch.
     native_if: a further condition for the native op, beside device, dtypes and derivatives.
@@ -159,11 +159,11 @@ class Op:
 
     def dispatch(self, *args: Any, **options: Any) -> Any:
         """Triton's kernel, the native op or plain torch: the first that serves the arguments."""
-        kernels = _triton_for(args)
+        kernels = triton_for(args)
         if kernels is not None and (self.triton_if is None or self.triton_if(*args, **options)):
             if self.triton is not None:
                 return self.triton(kernels, *args, **options)
-            return getattr(kernels, self.name)(*args, **options)
+            return getattr(kernels, self.name)(*args, *options.values())
         self.check(*args, **options)
         if _native_serves(args, self.native_fp64) and (
             self.native_if is None or self.native_if(*args, **options)

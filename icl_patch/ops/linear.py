@@ -15,7 +15,7 @@ from torch import Tensor
 from icl_patch.checks import check_add_low_rank, check_patched_linear, check_record_linear
 from icl_patch.ops import native, reference
 from icl_patch.ops.direction import Direction, read_direction
-from icl_patch.ops.dispatch import Op, backend
+from icl_patch.ops.dispatch import Op, backend, triton_for
 
 GEMV, GEMM = "gemv", "gemm"
 _GEMV_ROWS = 16
@@ -169,10 +169,13 @@ def record_linears(
     """y_pair and u of :func:`record_linear` for each weight and bias of ``maps``, bit for bit; on
     CUDA in one launch where the maps are alike.
     """
-    flat = [x for of in maps for x in of]
-    outputs: list[tuple[Tensor, Tensor]]
-    outputs = _record_linears.dispatch(z_pair, *flat, direction=direction)
-    return outputs
+    weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
+    kernels = triton_for((z_pair, *weights, *biases))
+    if kernels is None or direction.coeff is None:
+        return [record_linear(z_pair, *of, direction=direction)[:2] for of in maps]
+    path = product_path(z_pair, z_pair.shape[0] // 2)
+    flat = kernels.record_linears(z_pair, weights, biases, direction.coeff, path)
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def add_low_rank(
@@ -271,23 +274,6 @@ _record_linear = Op(
     triton_if=lambda *_, direction, path: direction.coeff is not None,
     triton=lambda kernels, z_pair, weight, v, bias, direction, path: kernels.record_linears(
         z_pair, [weight], [bias], direction.coeff, path
-    )[0],
-)
-_record_linears = Op(
-    "record_linears",
-    lambda *_, **__: None,  # record_linear checks
-    lambda z_pair, *maps, direction: [
-        record_linear(z_pair, *of, direction=direction)[:2]
-        for of in zip(maps[::2], maps[1::2], strict=True)
-    ],
-    native_if=lambda *_, **__: False,
-    triton_if=lambda *_, direction: direction.coeff is not None,
-    triton=lambda kernels, z_pair, *maps, direction: kernels.record_linears(
-        z_pair,
-        maps[::2],
-        maps[1::2],
-        direction.coeff,
-        product_path(z_pair, len(z_pair) // 2),
     ),
 )
 _add_low_rank = Op(

@@ -97,10 +97,5 @@ def _reference_norm_pair(*args: Any) -> tuple[Tensor | None, ...]:
     return z_pair, delta, *read_direction(z_pair[len(delta) :])
 
 
-def _triton_norm_pair(kernels: Any, *args: Any) -> tuple[Tensor, ...]:
-    z_pair, delta, direction = kernels.norm_pair(*args)
-    return z_pair, delta, *direction
-
-
 _rms_norm = Op("rms_norm", check_rms_norm, reference.rms_norm)
-_norm_pair = Op("norm_pair", check_norm_pair, _reference_norm_pair, triton=_triton_norm_pair)
+_norm_pair = Op("norm_pair", check_norm_pair, _reference_norm_pair)

@@ -14,7 +14,6 @@ from support.numeric import noise_limit
 from torch import Tensor
 from transformers import (
     Gemma3TextConfig,
-    LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -58,14 +57,13 @@ class Mixed(RandomModel):
 
 GEMMA = Mixed("tiny gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 97, 8)
 MIXTURE = RandomModel("tiny mixture", Qwen3MoeConfig, 48, 24, 1, 4, 2, 12, 97, experts=6, chosen=2)
-LLAMA = RandomModel("tiny llama", LlamaConfig, 24, 40, 1, 2, 1, 12, 61)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(generation, "ceiling", lambda device: 1e10)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    if not torch.cuda.is_available():  # the whole compiler has a test of its own
+    if not torch.cuda.is_available():  # the compiler's code is checked where it is timed
         monkeypatch.setattr(graph_partition, "BACKEND", "eager")
     yield
     generation.models_of.cache_clear()
@@ -137,16 +135,6 @@ def test_a_mixture_of_experts() -> None:
         found.nbytes[OURS]
         == sum(parameter.nbytes for parameter in model.parameters()) - experts * 4 // 6
     )
-
-
-@pytest.mark.stress
-def test_the_compilers_code_is_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(generation, "ceiling", lambda device: 1e10)
-    found = generation.comparison(LLAMA, 2, 6, torch.float32, CPU)
-    limit = noise_limit(generation.models_of(LLAMA, torch.float32, CPU).plain)
-    for name in (COMPILED, OURS_COMPILED):
-        assert found.check(name, found.calls[name]()) <= limit
 
 
 def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ from icl_patch.kernels.runtime.config import (
     Config,
     TunedConfig,
     data_files,
-    dump,
     parse,
 )
 
@@ -56,14 +55,14 @@ class Fake:
         if len(self.compiled) == self.stop_at:
             raise KeyboardInterrupt
 
-    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> float | None:
+    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> list[float]:
         if cases is tuning.FUSED_CASES:
-            return abs(config.fused - (4 if n <= 4096 else 64)) + 1.0
+            return [abs(config.fused - (4 if n <= 4096 else 64)) + 1.0]
         if config in self.wrong:
-            return None
+            return []
         blocks = replace(config, splits=1, pdl=False)
         place = self.liked.index(blocks) if blocks in self.liked else 99
-        return 1.0 + place - 0.2 * (config.splits == 4) - 0.1 * config.pdl
+        return [1.0 + place - 0.2 * (config.splits == 4) - 0.1 * config.pdl]
 
     def problem(self, entry: TunedConfig) -> str | None:
         blocks = replace(entry.config, fused=32, splits=1, pdl=False)
@@ -142,39 +141,32 @@ def test_splits_are_tried_for_few_outputs_and_early_launches_where_there_are_any
         assert len(found) == len(splits) * len(pdl)
 
 
-def test_tune_takes_the_best_of_each_class() -> None:
-    """Fastest on average, relative to the best at each shape; what fails anywhere in its class is
-    out.
-    """
-    tried = tuning.candidates(BF16, GEMV)
-    small, large, broken = tried[3], tried[7], tried[0]
-
-    def measure(chosen: Config, n: int, k: int) -> float | None:
-        if chosen == broken:
-            return None if k == 64 else 0.001
-        times = {small: 1.0 if n <= 4096 else 9.0, large: 2.0 if n <= 4096 else 3.0}
-        return k * times.get(chosen, 5.0)
+def test_the_best_runs_everywhere_and_is_the_fastest_relative_to_the_others() -> None:
+    uneven, even, broken = tuning.candidates(BF16, GEMV)[:3]
+    times = {
+        uneven: [[1.0, 2.0], [3000.0]],
+        even: [[2.0, 2.0], [1000.0]],
+        broken: [[0.1, 0.1], []],
+    }
 
     class Measured(Fake):
-        def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> float | None:
-            return measure(config, n, k)
+        def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> list[float]:
+            return times[config][n]
 
-    def best(upper: int | None, shapes: list[tuple[int, int]]) -> TunedConfig:
-        make = functools.partial(TunedConfig, GEMV, "bfloat16", upper)
-        return tuning.best(make, tried, shapes, [(1, 1)], Measured([]))
+    def best(shapes: Shapes) -> Config:
+        of = functools.partial(TunedConfig, GEMV, "bfloat16", None)
+        return tuning.best(of, list(times), shapes, [(1, 1)], Measured([])).config
 
-    shapes = [(1000, 64), (1729, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
-    entries = tuple(best(upper, mine) for upper, mine in tuning.classes(shapes))
-    assert [(entry.max_n, entry.config) for entry in entries] == [
-        (1728, small),
-        (4096, small),
-        (16384, large),
-        (None, large),
-    ]
-    assert parse(dump({"gpu": "x"}, entries)) == entries
-    assert [upper for upper, _ in tuning.classes(shapes[4:])] == [None]
+    assert best([(0, 64), (1, 64)]) == even
     with pytest.raises(ValueError, match="expected a candidate that runs at a shape, found none"):
-        [best(upper, mine) for upper, mine in tuning.classes(shapes[:1])]
+        best([])
+    few, some, many = (1000, 64), (1729, 64), (300000, 64)
+    assert list(tuning.classes([few, some, many])) == [
+        (1728, [few]),
+        (4096, [some]),
+        (None, [many]),
+    ]
+    assert list(tuning.classes([])) == [(None, [])]
 
 
 def test_a_stopped_run_leaves_a_whole_file(tuned: Callable[..., Any], tmp_path: Path) -> None:
@@ -243,12 +235,12 @@ if __name__ == "__main__":
     config = Config(True, 16, 16, 64, 4, 2, fused=4)
     variant = (config, torch.bfloat16, (64, 128), 1, 2)
     with tuning.ProcessPoolExecutor(1, mp_context=tuning.get_context("spawn")) as pool:
-        assert list(pool.map(tuning.compile_problem, [(90, *variant)])) == [None]
+        assert list(pool.map(tuning.kernel_problem, [(90, variant, False)])) == [None]
     assert kernels() == 1, kernels()
     launch = compilation.linear_launch(*variant)
     compilation.compile_ahead(launch, 90)
     assert kernels() == 1, kernels()  # found in the cache, by another process
-    wrong = tuning.compile_problem((90, config, torch.complex64, (64, 128), 1, 2))
+    wrong = tuning.kernel_problem((90, (config, torch.complex64, (64, 128), 1, 2), False))
     assert wrong is not None and "Error" in wrong, wrong
 """
 

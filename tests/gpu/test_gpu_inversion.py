@@ -50,7 +50,7 @@ def fp32_ulps(x: Tensor, y: Tensor) -> Tensor:
 
 
 @every_size
-@pytest.mark.parametrize("family", [family for family in ROWS if family != "single"])
+@pytest.mark.parametrize("family", ROWS)
 def test_cpu_and_cuda_agree(family: str, n: int) -> None:
     """The sums' trees differ: beside the hard case, where the pole holds √ulp of the norm, a
     coordinate may move by that of the row.

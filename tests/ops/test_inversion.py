@@ -7,40 +7,24 @@ import itertools
 import pytest
 import torch
 from support.inversion import (
-    ROOT_ULP,
     Invert,
-    check_against_the_oracle,
-    check_row,
     check_rows,
     every_implementation,
-    needs_native,
-    solve,
-    sweep_together,
+    sweep,
 )
 from support.numeric import (
     FLOATING,
     ULP,
-    UNIT,
     check_refused,
     every_dtype,
     normal,
     same_bits,
     seeded,
 )
-from support.rows import RADII, ROWS, rows_of, signs, some, uniform
-from torch import Tensor
+from support.rows import ROWS, rows_of, signs, some, uniform
 
 from icl_patch import ops
 from icl_patch.ops import InversionStatus as Status
-from icl_patch.ops import reference
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("family", ROWS)
-@every_implementation
-def test_inversion_against_the_oracle(invert: Invert, family: str, dtype: torch.dtype) -> None:
-    count = 55 if family == "near_hard" else 5
-    check_against_the_oracle(invert, family, count, 9, dtype, seed=0)
 
 
 @every_implementation
@@ -53,43 +37,6 @@ def test_a_search_that_starts_at_zero(invert: Invert) -> None:
     result = invert(g, m, torch.ones(1))
     check_rows(m, g, torch.ones(1), 0.0, result)
     assert result.status == Status.EASY
-
-
-@pytest.mark.parametrize("mistake", ["root", "hard", "radius", "scale", "pole"])
-def test_the_checks_can_refuse(mistake: str) -> None:
-    """Plausible wrong answers: a root next door, no hard case, the norm's eps forgotten, Δm off,
-    the wrong side of the pole.
-    """
-    m, g = rows_of("sparse" if mistake == "hard" else "gaussian", 9, 9, torch.float64)
-    eps, rms = 0.1, torch.ones(9, dtype=torch.float64)
-    right = reference.invert_rmsnorm(g, m, rms, eps)
-    row = int((right.status == (Status.HARD if mistake == "hard" else Status.EASY)).nonzero()[0])
-    hidden, shift, new_scale, status = (
-        x.clone() for x in (right.hidden, right.shift, right.new_scale, right.status)
-    )
-    if mistake == "root":
-        shift *= 1 + 1e-9
-    elif mistake == "hard":
-        status[:] = Status.EASY
-    elif mistake == "radius":
-        hidden = reference.invert_rmsnorm(g, m, rms, 0.0).hidden
-    elif mistake == "scale":
-        new_scale *= 1 + 1e-13
-    else:
-        hidden[row, m[row].abs().argmin()] *= -1
-        new_scale[row, m[row].abs().argmin()] *= -1
-    wrong = ops.RMSNormInverse(hidden, shift, new_scale, status, right.evaluations)
-    values = (tuple(m[row].tolist()), tuple(g[row].tolist()), 1.0, eps)
-    check_row(solve(*values), *values, right, row)
-    check_rows(m, g, rms, eps, right)
-    with pytest.raises(AssertionError):
-        check_row(solve(*values), *values, wrong, row)
-    with pytest.raises(AssertionError):
-        check_rows(m, g, rms, eps, wrong)
-
-
-def objective(y: Tensor, m: Tensor, g: Tensor) -> Tensor:
-    return (m * y - g).square().sum(-1)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +55,7 @@ def test_no_feasible_point_is_better(invert: Invert, family: str) -> None:
     step = radius * 10 ** uniform(rng, -3, 1, 400, count, 1) * normal(rng, 400, count, n)
     other = torch.where(some(rng, 0.5, 400, count, 1), y, signs(rng, 400, count, n) * y) + step
     other *= radius / other.norm(dim=-1, keepdim=True)
-    found, best = objective(y, m, g), objective(other, m, g)
+    found, best = ((m * x - g).square().sum(-1) for x in (y, other))
     assert (best - found >= -64 * ULP * (best + g.square().sum(-1))).all()
 
 
@@ -119,29 +66,8 @@ def test_inversion_of_thousands_of_rows(invert: Invert, dtype: torch.dtype) -> N
     every family: 62,208 natively.
     """
     rows = 36 if invert is ops.invert_rmsnorm else 6
-    for m, g, rms, eps in sweep_together([dtype], [1, 2, 3, 7, 16, 33, 130, 257], [*ROWS], rows):
+    for m, g, rms, eps in sweep([dtype], [1, 2, 3, 9, 16, 33, 130, 257], ROWS, rows):
         check_rows(m, g, rms, eps, invert(g, m, rms, eps))
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-def test_native_is_like_plain_torch(dtype: torch.dtype) -> None:
-    for family, (c, eps) in itertools.product(ROWS, RADII):
-        m, g = rows_of(family, 60, 12, dtype, seed=5)
-        rms = torch.full((60,), c, dtype=dtype)
-        found = ops.invert_rmsnorm(g, m, rms, eps)
-        expected = reference.invert_rmsnorm(g, m, rms, eps)
-        assert torch.equal(found.status, expected.status)
-        difference = (found.hidden.double() - expected.hidden.double()).norm(
-            dim=1
-        ) / expected.hidden.double().norm(dim=1)
-        # a row that starts from zero multiplies the roundings of its sums by a thousand
-        sharp = 4 * UNIT[torch.float32] if dtype == torch.float32 else 4096 * ULP
-        assert difference.max() <= (ROOT_ULP if family == "near_hard" else sharp)
-        hard = found.status == Status.HARD
-        for result, least in ((found, 1), (expected, 64)):
-            assert not result.shift[hard].any() and not result.evaluations[hard].any()
-            assert (result.evaluations[~hard] >= least).all()
 
 
 @every_implementation

@@ -2,7 +2,7 @@
 and every size is computed whole.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,20 +14,25 @@ from support.inversion import (
     needs_native,
     same_rows,
 )
-from support.numeric import ULP, UNIT, every_dtype, normal, poisoned_memory, same_bits, seeded
+from support.numeric import (
+    ULP,
+    UNIT,
+    by_columns,
+    every_dtype,
+    in_gaps,
+    normal,
+    numbers_of_threads,
+    poisoned,
+    poisoned_memory,
+    same_bits,
+    seeded,
+)
 from support.rows import rows_of
 from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.ops import InversionStatus as Status
 from icl_patch.ops import reference
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    with poisoned_memory():
-        yield
-
 
 POISON: dict[str, tuple[str, float, Status]] = {
     "g-nan": ("g", torch.nan, Status.NONFINITE),
@@ -112,57 +117,24 @@ def test_a_row_does_not_see_its_batch(invert: Invert, n: int) -> None:
     assert same_rows(one_scale, invert(g[:5], m[3].expand(5, n).clone(), rms[:5], eps))
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @needs_native
 @pytest.mark.parametrize(("n", "per_family"), [(1, 4000), (33, 200), (2050, 3)])
-def test_a_row_does_not_see_the_threads(
-    n: int, per_family: int, threads: Callable[[int], None]
-) -> None:
+def test_a_row_does_not_see_the_threads(n: int, per_family: int) -> None:
     m, g = mixed_rows(n, per_family)
     rms = torch.rand(len(m), generator=seeded(0)) + 0.5
-    results = []
-    for count in (1, 2, 5):
-        threads(count)
-        results.append(
-            (
-                ops.invert_rmsnorm(g, m, rms, 1e-6, g),
-                ops.stable_scale(g, m, g.flip(1), 1e-6),
-            )
-        )
-    for inverse, stable in results[1:]:
-        assert same_rows(inverse, results[0][0])
-        assert same_rows(stable, results[0][1])
 
+    def run() -> tuple[ops.RMSNormInverse, ops.StableScale]:
+        return ops.invert_rmsnorm(g, m, rms, 1e-6, g), ops.stable_scale(g, m, g.flip(1), 1e-6)
 
-def in_columns(x: Tensor) -> Tensor:
-    return x.mT.contiguous().mT if x.dim() == 2 else x
-
-
-def in_a_larger_one(x: Tensor) -> Tensor:
-    """At an odd offset, with gaps in both directions, between NaNs."""
-    around = x.new_full([2 * size + 3 for size in x.shape], torch.nan)
-    inside = around[tuple(slice(1, 1 + 2 * size, 2) for size in x.shape)]
-    inside.copy_(x)
-    return inside
-
-
-def in_a_row(x: Tensor) -> Tensor:
-    """Contiguous rows, but more apart than they are long, and not on a vector's boundary."""
-    around = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
-    around[..., 1:-2] = x
-    return around[..., 1:-2]
+    alone = run()
+    for _ in numbers_of_threads(1, 2, 5):
+        assert all(same_rows(one, other) for one, other in zip(run(), alone, strict=True))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": in_columns,
-    "strided": in_a_larger_one,
-    "sliced": in_a_row,
+    "transposed": lambda x: by_columns(x) if x.dim() == 2 else x,
+    "strided": in_gaps,
+    "sliced": poisoned,
     "negated": lambda x: torch._neg_view(-x),
 }
 
@@ -187,35 +159,10 @@ def test_strides_do_not_show(layout: str, dtype: torch.dtype) -> None:
             assert same_rows(ops.stable_scale(a, b, d, 1e-3), stable)
 
 
-SIZES = [
-    *range(1, 41),
-    *(
-        63,
-        64,
-        65,
-        127,
-        129,
-        255,
-        257,
-        504,
-        511,
-        512,
-        513,
-        520,
-        1023,
-        1025,
-        2047,
-        2049,
-        4097,
-        5376,
-        8193,
-        10501,
-    ),
-]
-SIZES += [16385, 65535, 65536]
+SIZES = [*range(1, 41), *(2**i + d for i in range(6, 14) for d in (-1, 1)), 64, 512]
+SIZES += [504, 520, 5376, 10501, 16385, 65535, 65536]
 
 
-@pytest.mark.usefixtures("poisoned")
 @needs_native
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 def test_every_size_is_computed_whole(double: bool) -> None:
@@ -232,7 +179,8 @@ def test_every_size_is_computed_whole(double: bool) -> None:
             for part in zip(*(rows_of(family, 2, n, dtype, n) for family in families), strict=True)
         )
         rms = torch.ones(len(m), dtype=dtype)
-        result = ops.invert_rmsnorm(g, m, rms, 1e-6)
+        with poisoned_memory():
+            result = ops.invert_rmsnorm(g, m, rms, 1e-6)
         check_rows(m, g, rms, 1e-6, result)
         expected = reference.invert_rmsnorm(g, m, rms, 1e-6)
         assert torch.equal(result.status, expected.status)

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from icl_patch import kernels
 from icl_patch.kernels import Config, compilation
-from icl_patch.kernels.ops.linear import launch_linear, plan_linear
+from icl_patch.kernels.ops.linear import plan_linear
 from icl_patch.kernels.runtime import config, launching
 from icl_patch.kernels.runtime.config import DTYPES, PATHS, TunedConfig, config_for
 
@@ -109,13 +109,6 @@ def test_the_weight_is_read_in_large_pieces(name: str) -> None:
     for variant in ("rank 1", "Conv1D"):
         ptx = compilation.compile_ahead(EVERYTHING[f"untuned: {name}, {variant}"], 90).asm["ptx"]
         assert "cp.async.cg.shared.global" in ptx
-
-
-def test_the_weight_of_conv1d_has_its_outputs_side_by_side() -> None:
-    launch = EVERYTHING["untuned: gemv bfloat16 N ≤ 4096, Conv1D"]
-    names = [parameter.name for parameter in launch.kernel.params]
-    given = dict(zip(names, launch.arguments, strict=True))
-    assert (given["stride_wn"], given["stride_wk"]) == (1, 4096)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -213,22 +206,11 @@ def test_a_gpu_never_seen_gets_the_default() -> None:
     assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
 
 
-def test_a_data_file_comes_back() -> None:
-    entries = config.entries_for("")
-    assert config.parse(config.dump({"gpu": "NVIDIA H200", "note": "measured"}, entries)) == entries
-
-
-def test_the_first_entry_that_serves() -> None:
-    small, large = (Config(True, 16, n, 64, 4, 2) for n in (16, 64))
-    entries = (
-        TunedConfig("gemv", "bfloat16", 100, small),
-        TunedConfig("gemv", "bfloat16", None, large),
-    )
-    chosen = [
-        next(e.config for e in entries if e.covers("gemv", "bfloat16", n)) for n in (100, 101)
-    ]
-    assert chosen == [small, large]
-    assert not entries[1].covers("gemm", "bfloat16", 1)
+def test_an_entry_serves_up_to_its_number_of_outputs() -> None:
+    config = Config(True, 16, 16, 64, 4, 2)
+    some, others = (TunedConfig("gemv", "bfloat16", n, config) for n in (100, None))
+    assert [some.covers("gemv", "bfloat16", n) for n in (100, 101)] == [True, False]
+    assert others.covers("gemv", "bfloat16", 101) and not others.covers("gemm", "bfloat16", 1)
 
 
 # The second call of an op goes to its compiled kernel
@@ -291,33 +273,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 M, N, K, B16 = 4, 24, 40, torch.bfloat16
 OTHER_DTYPES = {"coeff": torch.float32, "expert": torch.int64}
-LINEAR = {"z": (M, K), "weight": (N, K), "u": (M, N), "v": (M, K), "bias": (N,)}
 
 # Each op: itself, its tensors' sizes, its options, other options, and how many kernels it runs.
 OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
     "patched_linear": (
         kernels.patched_linear,
-        LINEAR,
+        {"z": (M, K), "weight": (N, K), "u": (M, 32, N), "v": (M, 32, K), "bias": (N,)},
         {},
         [{"out_dtype": torch.float32}, {"path": "gemm"}],
-        1,
-    ),
-    "patched_linear, coefficients before": (
-        kernels.patched_linear,
-        LINEAR | {"u": (M, 32, N), "v": (M, 32, K)},
-        {},
-        [],
-        2,
-    ),
-    "launch_linear": (
-        launch_linear,
-        LINEAR,
-        {},
-        [
-            {"config": Config(True, 16, 32, 64, 4, 2)},
-            {"config": Config(True, 16, 32, 64, 4, 3, splits=2)},
-        ],
-        1,
+        2,  # the coefficients before
     ),
     "record_linears": (
         lambda z_pair, weight, bias, coeff, **options: kernels.record_linears(
@@ -402,8 +366,6 @@ def test_what_is_wrong_is_refused_after_a_good_call(name: str, runs: list[str]) 
     base = tensors_of(sizes)
     op(**base, **options)
     runs.clear()
-    if name == "launch_linear":  # it checks nothing
-        return
     for key, x in base.items():
         for wrong in (x.double(), x.to("meta"), x[None]):
             with pytest.raises((TypeError, ValueError), match="expected"):
@@ -480,12 +442,6 @@ def test_each_stream_and_each_graph_has_its_own_counters(monkeypatch: pytest.Mon
     assert launching.counters(5, torch.device("cuda")) is taken[0]
     places = [x.data_ptr() + 4 * i for x in taken for i in range(5)]
     assert len(set(places)) == len(places)
-
-
-def test_paths() -> None:
-    assert [kernels.product_path(rows) for rows in (0, 1, 16, 17, 512)] == ["gemv"] * 3 + [
-        "gemm"
-    ] * 2
 
 
 # Last: it takes longest

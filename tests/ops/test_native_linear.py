@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import traced
+from support import op_calls
 from support.linear_cases import LAYOUTS, Case, linear_case
-from support.numeric import UNIT, by_columns, in_gaps, normal, same_bits, seeded
+from support.numeric import UNIT, by_columns, in_gaps, normal, numbers_of_threads, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import ops
@@ -58,14 +58,6 @@ def test_against_the_formula(kind: str, dtype: torch.dtype, transposed: bool) ->
             for out_dtype in (None, torch.bfloat16, torch.float16):
                 out = patched_linear(**arguments, out_dtype=out_dtype)
                 assert same_bits(out, wide.to(out_dtype or dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_factors_in_half_precision(dtype: torch.dtype) -> None:
-    of = linear_case("row-rank", (5, 129, 257), 3, torch.float32, dtype)
-    want, size = of.expected()
-    got = patched_linear(**of.arguments)
-    assert ((got.double() - want).abs() <= 16 * UNIT[torch.float32] * size).all()
 
 
 @both_layouts
@@ -134,13 +126,8 @@ def test_strides_and_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
     )
     transposed = u.transpose(0, 1).contiguous().transpose(0, 1)
     assert same_bits(patched_linear(z, weight, transposed, v, bias), plain)
-    before = torch.get_num_threads()
-    try:
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            assert same_bits(patched_linear(z, weight, u, v, bias), plain)
-    finally:
-        torch.set_num_threads(before)
+    for _ in numbers_of_threads(2, 3):
+        assert same_bits(patched_linear(z, weight, u, v, bias), plain)
     assert all(same_bits(patched_linear(z, weight, u, v, bias), plain) for _ in range(100))
 
 
@@ -227,9 +214,9 @@ def test_a_compiled_graph_takes_the_path_of_the_rows_it_has() -> None:
         assert all(map(same_bits, outputs, step(z, u, index)))
 
 
-@pytest.mark.parametrize("name", traced.CALLS)
+@pytest.mark.parametrize("name", op_calls.CALLS)
 def test_traced_on_real_tensors(name: str) -> None:
-    traced.check_traced(name)
+    op_calls.check_traced(name)
 
 
 def check_products() -> None:

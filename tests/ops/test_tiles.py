@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.compiled import compiled, needs_compiler
+from support.compiled import address, compiled, needs_compiler
 from support.guard_pages import between_guards, status_of_child
 from support.numeric import UNIT, normal, same_bits, seeded
 from torch import Tensor
@@ -20,10 +20,6 @@ SHAPES = [(1, 1), (7, 33), (16, 32), (65, 64), (129, 257), (70, 2089)]
 def library() -> ctypes.CDLL:
     """It takes 4 seconds to compile."""
     return compiled("tiles", "-O2")
-
-
-def address(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def numbers(*values: int) -> list[ctypes.c_int64]:

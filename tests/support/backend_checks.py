@@ -2,13 +2,12 @@
 ``test_dispatch.py`` calls it in plain torch, ``interpreter_checks.py`` in Triton's interpreter.
 """
 
-import inspect
 import sys
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from support import derivatives, expert_products, row_ops, traced
+from support import expert_products, op_calls, row_ops
 from support.models import build
 from support.numeric import noise_limit
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,42 +40,24 @@ MODELS = {
 }
 
 
-EVERY_OP = traced.CALLS | {"rms_normalize": lambda z, *_: ops.rms_normalize(z, 1e-5)}
-# functions of icl_patch.ops that compute nothing
-NO_OPS = {"product_path", "gemv_products", "has_decode_attention", "has_kernels", "has_triton"}
-
-
-class Kernels(TorchDispatchMode):
-    """Counts the operators of the native library and of Triton that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+class NoKernels(TorchDispatchMode):
+    """Refuses the operators of the native library and of Triton."""
 
     def __torch_dispatch__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.calls += function.namespace == "icl_patch"
+        assert function.namespace != "icl_patch", function
         return function(*args, **kwargs or {})
 
 
-def kernels_of(name: str, dtype: torch.dtype) -> int:
-    """How many kernels of ours one call of an op takes, with gradients recorded and without."""
-    given = [x.to(dtype) if x.is_floating_point() else x for x in traced.arguments(0)]
-    with Kernels() as kernels:
-        EVERY_OP[name](*given)
-        with torch.no_grad():
-            EVERY_OP[name](*given)
-    return kernels.calls
-
-
 def check_plain_torch() -> None:
-    """No public op runs a kernel of ours; an op that is in no table here fails too."""
-    public = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
-    assert {name.partition(",")[0] for name in EVERY_OP} == public - NO_OPS
-    for name in EVERY_OP:
+    """No op runs a kernel of ours, with gradients recorded or without."""
+    for name in op_calls.CALLS:
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            assert kernels_of(name, dtype) == 0, name
+            given = [x.to(dtype) if x.is_floating_point() else x for x in op_calls.arguments(0)]
+            for grad in (True, False):
+                with NoKernels(), torch.set_grad_enabled(grad):
+                    op_calls.call(name, given)
     assert "icl_patch.kernels" not in sys.modules
 
 
@@ -104,18 +85,17 @@ def check_backend(backend: str) -> None:
     assert dispatch.backend == backend
     if backend == "torch":
         check_plain_torch()
-    row_ops.check_all(widths=(1, 70) if backend == "torch" else (70,))
-    for dtype in (torch.float64, torch.float32):
-        # the sizes of the kernel itself are those of kernel_checks.py
-        kernels = backend == "triton" and dtype == torch.float32
-        sizes = [(2, 2, 2, 5, 7)] if kernels else expert_products.SMALL
-        expert_products.check_products(ops.expert_linear, dtype, sizes, bits=kernels)
-    for op in derivatives.FUNCTIONS:
-        derivatives.check_derivatives(op)
-        derivatives.check_mapped(op)
+        row_ops.check_every_dtype(widths=(1, 70))
+        for dtype in (torch.float64, torch.float32):
+            expert_products.check_products(
+                ops.expert_linear, dtype, expert_products.SMALL, bits=False
+            )
+    for op in op_calls.DIFFERENTIABLE:
+        op_calls.check_derivatives(op)
+        op_calls.check_mapped(op)
     if backend == "triton":
-        for op in traced.CALLS:
-            traced.check_traced(op)
+        for op in op_calls.CALLS:
+            op_calls.check_traced(op)
         check_readers_share_a_launch()
     kept = torch.randint(1, 97, (2, 2))
     for name, make in MODELS.items():

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
@@ -33,3 +34,7 @@ def compiled(name: str, *flags: str) -> ctypes.CDLL:
             subprocess.run([*command, "-o", library.with_suffix(".new")], check=True)
             library.with_suffix(".new").rename(library)
     return ctypes.CDLL(str(library))
+
+
+def address(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 import torch
-from support.numeric import normal, seeded
+from support.numeric import UNIT, normal, seeded
+from support.row_ops import unit
 from torch import Tensor
 
 LAYOUTS = ("row", "row-rank", "shared", "pool")
@@ -52,6 +53,18 @@ class Case:
 def _total(z: Tensor, weight: Tensor, bias: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
     coeff = torch.einsum("mk,mrk->mr", z, v)
     return z @ weight.T + (0 if bias is None else bias) + torch.einsum("mr,mrn->mn", coeff, u)
+
+
+def check_linear(case: Case, out: Tensor, out_dtype: torch.dtype) -> None:
+    """One rounding to out_dtype on top of sums in fp32."""
+    expected, size = case.expected()
+    assert (out.dtype, out.shape) == (out_dtype, expected.shape)
+    # Matrix units cut off what falls below the running sum's last digit, 8 or 16 products at a
+    # time: such errors do not cancel.
+    sums = max(32, case.z.shape[1] / 256)
+    bound = unit(out_dtype) * expected.abs() + sums * UNIT[torch.float32] * size
+    least = torch.finfo(out_dtype).smallest_normal
+    assert ((out.double() - expected).abs() <= 1.01 * bound + least).all()
 
 
 def linear_case(

@@ -198,6 +198,17 @@ def in_gaps(x: Tensor) -> Tensor:
     return wide[tuple(slice(None, None, 2) for _ in x.shape)].copy_(x)
 
 
+def numbers_of_threads(*counts: int) -> Iterator[int]:
+    """For as many turns as there are counts torch has that many threads."""
+    before = torch.get_num_threads()
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            yield count
+    finally:
+        torch.set_num_threads(before)
+
+
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """New tensors hold huge numbers or NaN until they are written: those that torch allocates, and

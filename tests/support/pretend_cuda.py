@@ -9,10 +9,8 @@ by then; a capture neither looks at a number nor copies between devices. A compi
 it was given. Streams and events do nothing, no kernel runs, and no time means anything.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -273,15 +271,6 @@ def claiming_data(make: Callable[..., Any], empty: Callable[..., Tensor]) -> Cal
     return made
 
 
-class Generator(torch.Generator):
-    """Its numbers are the CPU's."""
-
-    def __new__(cls, device: Any = None) -> "Generator":
-        return super().__new__(cls)
-
-    def __init__(self, device: Any = None) -> None: ...
-
-
 class Stream:
     """All work is done when it is asked for."""
 
@@ -289,16 +278,6 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None: ...
     def synchronize(self) -> None:
         synchronize()
-
-
-class Event(Stream):
-    seconds = 0.0
-
-    def record(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def elapsed_time(self, later: "Event") -> float:
-        return 1e3 * (later.seconds - self.seconds)
 
 
 class CUDAGraph:
@@ -362,7 +341,6 @@ def pytest_configure() -> None:
         setattr(torch, name, claiming(getattr(torch, name)))
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, claiming_data(getattr(torch, name), empty))
-    torch.Generator = Generator
     torch.compile = lambda function, **_: function
     graph_partition.BACKEND = lambda module, _: module
     fake_tensor.init_gpu_context = always(None)
@@ -374,12 +352,6 @@ def pytest_configure() -> None:
     Tensor.to, Tensor.numpy = to, numpy
     Tensor.cuda, Tensor.cpu = (lambda x, _=None: move(x, CUDA)), (lambda x: move(x, CPU))
 
-    properties = SimpleNamespace(
-        name="a pretended device",
-        total_memory=2**37,
-        L2_cache_size=2**16,
-        multi_processor_count=132,
-    )
     pretended = {
         "_lazy_init": None,
         "is_available": True,
@@ -387,13 +359,8 @@ def pytest_configure() -> None:
         "device_count": 2,
         "empty_cache": None,
         "current_device": 0,
-        "get_device_name": properties.name,
+        "get_device_name": "a pretended device",
         "get_device_capability": (9, 0),
-        "get_device_properties": properties,
-        "mem_get_info": (2**24, 2**37),
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "reset_peak_memory_stats": None,
         "current_stream": Stream(),
     }
     for name, value in pretended.items():
@@ -404,12 +371,7 @@ def pytest_configure() -> None:
         nullcontext,
         nullcontext,
     )
-    torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph, torch.cuda.graph = (
-        Stream,
-        Event,
-        CUDAGraph,
-        graph,
-    )
+    torch.cuda.Stream, torch.cuda.CUDAGraph, torch.cuda.graph = Stream, CUDAGraph, graph
 
     torch._C._ensureCUDADeviceGuardSet()
     # of what writes down what is called, which this does not

@@ -164,17 +164,12 @@ def trained(rng: torch.Generator, rows: int, n: int) -> Rows:
     return m, m * y + normal(rng, rows, n)  # g = m ⊙ Norm(h) + delta
 
 
-def single(rng: torch.Generator, rows: int, n: int) -> Rows:
-    m, g = graded(rng, rows, 1)
-    return m, g
-
-
 ROWS: dict[str, Callable[[torch.Generator, int, int], Rows]] = {
     maker.__name__: maker
     for maker in (
         gaussian, sparse, near_hard, zeros, zeros_of_both, all_zero, negative_zero, ties, plateaus,
         clusters, nested, from_zero, graded,
-        full_range, denormal, huge, both_ends, trained, single,
+        full_range, denormal, huge, both_ends, trained,
     )
 }  # fmt: skip
 # (C, eps) by their r² = C²/(C² + eps): 1, about 1/2, about 1e-6.

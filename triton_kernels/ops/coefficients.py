@@ -11,11 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels.runtime.launching import (
-    Launch,
-    dtype_of,
-    power_of_two,
-)
+from icl_patch.kernels.runtime.launching import Launch, power_of_two
 
 LANES = tl.constexpr(64)
 LANE_BITS = tl.constexpr(6)
@@ -126,7 +122,7 @@ def plan_coefficients(z: Tensor, v: Tensor, index: Tensor | None) -> Launch:
     return Launch(
         _coefficient_kernel,
         rows * rank,
-        (z.dtype, v.dtype, dtype_of(index)),
+        (z, v, index),
         outputs,
         rest,
         warps_for(segments),

@@ -1,7 +1,5 @@
 """``v = z / ‖z‖²``, the read direction, with the coefficient ``z·v`` that goes with it."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,27 +15,10 @@ from icl_patch.kernels.ops.coefficients import (
     segments_of,
     steps_of,
 )
-from icl_patch.kernels.runtime import library
-from icl_patch.kernels.runtime.launching import (
-    Launch,
-    power_of_two,
-)
+from icl_patch.kernels.runtime.launching import Launch, Memory, operator, power_of_two
 
 TINY = tl.constexpr(2.0**-126)
 HUGE = tl.constexpr(3.4028234663852886e38)
-
-
-class ReadDirection(NamedTuple):
-    """v (M, K) fp32, ``z/‖z‖²``; inverse_norm2 (M,) fp32, ``1/‖z‖²``; coeff (M, 1) fp32, ``z·v`` as
-    a linear op sums it.
-
-    Where z = 0, or where v leaves fp32's range, all three are 0, and the caller must look. A NaN in
-    z makes ``1/‖z‖²`` NaN and v 0.
-    """
-
-    v: Tensor
-    inverse_norm2: Tensor
-    coeff: Tensor
 
 
 @triton.jit
@@ -143,8 +124,8 @@ def row_warps(k: int) -> int:
     return 8 if k > 2048 else 4
 
 
-def direction_outputs(rows: int, k: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """The outputs of a :class:`ReadDirection`, as a launch describes them."""
+def direction_outputs(rows: int, k: int) -> tuple[Memory, ...]:
+    """v, ``1/‖z‖²`` and the coefficients, as a launch describes them."""
     return ((rows, k), torch.float32), ((rows,), torch.float32), ((rows, 1), torch.float32)
 
 
@@ -152,9 +133,7 @@ def plan_direction(z: Tensor) -> Launch:
     """Plan the direction of z (M, K)."""
     rows, k = z.shape
     rest = (*z.stride(), k, *row_blocks(k))
-    return Launch(
-        _direction_kernel, rows, (z.dtype,), direction_outputs(rows, k), rest, row_warps(k)
-    )
+    return Launch(_direction_kernel, rows, (z,), direction_outputs(rows, k), rest, row_warps(k))
 
 
 def _check(z: Tensor) -> None:
@@ -162,15 +141,8 @@ def _check(z: Tensor) -> None:
         raise ValueError(f"expected z (M, K) with K ≥ 1, got {tuple(z.shape)}")
 
 
-_read_direction = library.operator(
-    "triton_read_direction(Tensor z) -> (Tensor, Tensor, Tensor)",
-    _check,
-    plan_direction,
-    lambda z: library.fake_outputs(z, direction_outputs(*z.shape)),
-)
-
-
-def read_direction(z: Tensor) -> ReadDirection:
+@operator(_check, plan_direction)
+def read_direction(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``v = z / ‖z‖²``, ``1/‖z‖²`` and ``z·v`` in one launch; ``‖z‖²`` is summed in fp64 and v
     rounded once.
 
@@ -178,7 +150,9 @@ def read_direction(z: Tensor) -> ReadDirection:
         z: (M, K) fp32, bf16 or fp16, any strides, K ≥ 1.
 
     Returns:
-        ReadDirection(v, inverse_norm2, coeff). Not differentiable.
+        v (M, K), ``1/‖z‖²`` (M,), and ``z·v`` (M, 1) as a linear op sums it, in fp32. Where z = 0,
+        or where v leaves fp32's range, all three are 0, and the caller must look. A NaN in z makes
+        ``1/‖z‖²`` NaN and v 0. Not differentiable.
 
     Raises:
         TypeError: z's dtype does not fit.
@@ -186,4 +160,8 @@ def read_direction(z: Tensor) -> ReadDirection:
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    return ReadDirection(*_read_direction(z))
+    # on fake tensors; else the plan launches
+    v, inverse_norm2, coeff = (
+        z.new_empty(size, dtype=dtype) for size, dtype in direction_outputs(*z.shape)
+    )
+    return v, inverse_norm2, coeff

@@ -2,8 +2,6 @@
 choice.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -11,20 +9,16 @@ from torch import Tensor
 
 from icl_patch.checks import check_expert_linear
 from icl_patch.kernels.ops.linear_kernels import _add_lanes, _add_products
-from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import GEMV, Config, config_for, gpu_name
-from icl_patch.kernels.runtime.launching import (
-    Launch,
-    dtype_of,
-)
+from icl_patch.kernels.runtime.launching import Launch, operator
 
 
 @triton.jit
 def _expert_kernel(
     x_ptr,
     w_ptr,
-    bias_ptr,
     expert_ptr,
+    bias_ptr,
     y_ptr,
     SLOTS,
     N,
@@ -90,10 +84,11 @@ def plan_experts(
     weight: Tensor,
     expert: Tensor,
     bias: Tensor | None,
-    dtype: torch.dtype,
-    config: Config,
+    out_dtype: torch.dtype | None,
+    config: Config | None = None,
 ) -> Launch:
-    """Plan y (M, k, N) in ``dtype`` from x, weight, bias and expert."""
+    """Plan y (M, k, N) from x, weight, expert and bias; config: that of few rows by default."""
+    config = config or config_for(gpu_name(x.device), weight.dtype, weight.shape[1], GEMV)
     (rows, chosen), (experts, n, k) = expert.shape, weight.shape
     x_strides = (x.stride(0), 0, x.stride(1)) if x.dim() == 2 else x.stride()
     b_strides = (0, 0) if bias is None else bias.stride()
@@ -113,42 +108,18 @@ def plan_experts(
         block_k,
         config.num_stages,
     )
-    inputs = (x.dtype, weight.dtype, dtype_of(bias), expert.dtype)
-    programs = rows * chosen * triton.cdiv(n, block_n)
     return Launch(
         _expert_kernel,
-        programs,
-        inputs,
-        (((rows, chosen, n), dtype),),
+        rows * chosen * triton.cdiv(n, block_n),
+        (x, weight, expert, bias),
+        (((rows, chosen, n), out_dtype or x.dtype),),
         rest,
         config.num_warps,
         config.num_stages,
     )
 
 
-def _plan(
-    x: Tensor,
-    weight: Tensor,
-    expert: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    config = config_for(gpu_name(x.device), weight.dtype, weight.shape[1], GEMV)
-    launch = plan_experts(x, weight, expert, bias, out_dtype or x.dtype, config)
-    return lambda x, weight, expert, bias: launch(x, weight, bias, expert)
-
-
-_expert_linear = library.operator(
-    "triton_expert_linear(Tensor x, Tensor weight, Tensor expert, Tensor? bias, ScalarType?"
-    " out_dtype) -> Tensor",
-    check_expert_linear,
-    _plan,
-    lambda x, weight, expert, bias, out_dtype: x.new_empty(
-        (*expert.shape, weight.shape[1]), dtype=out_dtype or x.dtype
-    ),
-)
-
-
+@operator(check_expert_linear, plan_experts)
 def expert_linear(
     x: Tensor,
     weight: Tensor,
@@ -178,4 +149,5 @@ def expert_linear(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit.
     """
-    return _expert_linear(x, weight, expert, bias, out_dtype)
+    # on fake tensors; else the plan launches
+    return x.new_empty((*expert.shape, weight.shape[1]), dtype=out_dtype or x.dtype)

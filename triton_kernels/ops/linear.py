@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -10,15 +11,14 @@ from torch import Tensor
 from icl_patch.checks import check_patched_linear
 from icl_patch.kernels.ops.coefficients import LANES, plan_coefficients
 from icl_patch.kernels.ops.linear_kernels import _linear_kernel
-from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import GEMM, GEMV, GEMV_ROWS, Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import (
     INTERPRETED,
     Launch,
     Memory,
     cached_launch,
-    dtype_of,
     has_pdl,
+    operator,
     power_of_two,
 )
 
@@ -99,15 +99,15 @@ def plan_linear(
         fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
     inputs = (
-        z.dtype,
-        weight.dtype,
-        dtype_of(bias),
-        dtype_of(u),
-        dtype_of(v),
-        dtype_of(index),
+        z,
+        weight,
+        bias,
+        u,
+        v,
+        index,
         torch.float32 if record or (rank and not fused) else None,
-        dtype_of(second),
-        None if second is None else dtype_of(bias),
+        second,
+        None if second is None else bias,
     )
     outputs: list[Memory | None] = []
     widths = [n] if second is None else [n, len(second)]
@@ -194,31 +194,15 @@ def _plan(
         before = plan_coefficients(z, v, index)
     launch = plan_linear(z, weight, u, v, bias, index, out_dtype or z.dtype, config)
 
-    def call(
-        z: Tensor,
-        weight: Tensor,
-        u: Tensor | None,
-        v: Tensor | None,
-        bias: Tensor | None,
-        index: Tensor | None,
-    ) -> Tensor:
+    def call(*tensors: Tensor | None) -> Any:
+        z, weight, u, v, bias, index = tensors
         coeff = None if before is None else before(z, v, index)
         return launch(z, weight, bias, u, v, index, coeff, None, None)
 
     return call
 
 
-_patched_linear = library.operator(
-    "triton_patched_linear(Tensor z, Tensor weight, Tensor? u, Tensor? v, Tensor? bias, Tensor?"
-    " index, ScalarType? out_dtype, str? path) -> Tensor",
-    check_patched_linear,
-    _plan,
-    lambda z, weight, u, v, bias, index, out_dtype, path: z.new_empty(
-        (z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype
-    ),
-)
-
-
+@operator(check_patched_linear, _plan)
 def patched_linear(
     z: Tensor,
     weight: Tensor,
@@ -255,4 +239,5 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
-    return _patched_linear(z, weight, u, v, bias, index, out_dtype, path)
+    # on fake tensors; else the plan launches
+    return z.new_empty((z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype)

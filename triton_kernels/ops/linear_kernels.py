@@ -115,105 +115,6 @@ def _sum_lanes(lanes, FUSED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.const
 
 
 @triton.jit
-def _add_patch(
-    acc,
-    coeff,
-    coeff_ptr,
-    u_ptr,
-    offs_m,
-    offs_n,
-    row,
-    patched,
-    mask_n,
-    stride_um,
-    stride_ur,
-    stride_un,
-    R: tl.constexpr,
-    FUSED: tl.constexpr,
-):
-    """``acc + Σ_r c_r u_r`` for acc (BLOCK_N, BLOCK_M), rank by rank; rows without a patch keep
-    their bits.
-    """
-    mask = mask_n[:, None] & patched[None, :]
-    u_offsets = row[None, :] * stride_um + offs_n[:, None] * stride_un
-    for r in tl.range(0, R):
-        if FUSED:
-            chosen = tl.arange(0, FUSED)[:, None] == r
-            c = tl.sum(tl.where(chosen, coeff, 0.0), axis=0)  # one number and zeros
-        else:
-            c = tl.load(coeff_ptr + offs_m * R + r, mask=patched, other=0.0)
-        u = tl.load(u_ptr + u_offsets, mask=mask, other=0.0).to(tl.float32)
-        acc = tl.where(mask, tl.fma(tl.broadcast_to(c[None, :], acc.shape), u, acc), acc)
-        u_ptr += stride_ur
-    return acc
-
-
-@triton.jit
-def _finish(
-    acc,
-    acc_ctx,
-    coeff,
-    bias_ptr,
-    u_ptr,
-    index_ptr,
-    coeff_ptr,
-    y_ptr,
-    u_out_ptr,
-    offs_m,
-    offs_n,
-    mask_m,
-    mask_n,
-    M,
-    N,
-    stride_b,
-    stride_um,
-    stride_ur,
-    stride_un,
-    R: tl.constexpr,
-    FUSED: tl.constexpr,
-    RECORD: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Store the outputs of the sums (BLOCK_N, BLOCK_M)."""
-    mask = mask_n[:, None] & mask_m[None, :]
-    offsets = offs_m[None, :] * N + offs_n[:, None]
-    y = acc
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + offs_n * stride_b, mask=mask_n, other=0.0).to(tl.float32)[:, None]
-        y = acc + bias
-    if RECORD:
-        u = acc_ctx - acc
-        tl.store(u_out_ptr + offsets, u, mask=mask)
-        c = tl.load(coeff_ptr + offs_m, mask=mask_m, other=0.0)
-        y = tl.fma(tl.broadcast_to(c[None, :], y.shape), u, y)
-        y_ctx = acc_ctx
-        if HAS_BIAS:
-            y_ctx = acc_ctx + bias
-        tl.store(y_ptr + offsets, y_ctx.to(y_ptr.dtype.element_ty), mask=mask)
-        offsets = (offs_m + M)[None, :] * N + offs_n[:, None]
-    elif R:
-        row, patched = _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX)
-        y = _add_patch(
-            y,
-            coeff,
-            coeff_ptr,
-            u_ptr,
-            offs_m,
-            offs_n,
-            row,
-            patched,
-            mask_n,
-            stride_um,
-            stride_ur,
-            stride_un,
-            R,
-            FUSED,
-        )
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _load_weight(
     w_ptr,
     offs_n,
@@ -477,8 +378,8 @@ def _linear_kernel(
     if DOT:
         sums, sums_ctx = _add_sums(acc), _add_sums(acc_ctx)
     else:
-        sums, sums_ctx = acc, acc_ctx
         sums = _add_lanes(acc, BLOCK_M, BLOCK_N, BLOCK_K)
+        sums_ctx = sums
         if RECORD:
             sums_ctx = _add_lanes(acc_ctx, BLOCK_M, BLOCK_N, BLOCK_K)
     if SPLITS > 1:
@@ -520,29 +421,33 @@ def _linear_kernel(
                     )
     if FUSED:
         coeff = _sum_lanes(total + partial, FUSED, ROWS, BLOCK_M)
-    _finish(
-        sums,
-        sums_ctx,
-        coeff,
-        bias_ptr,
-        u_ptr,
-        index_ptr,
-        coeff_ptr,
-        y_ptr,
-        u_out_ptr,
-        offs_m,
-        offs_n,
-        mask_m,
-        mask_n,
-        M,
-        width,
-        stride_b,
-        stride_um,
-        stride_ur,
-        stride_un,
-        R,
-        FUSED,
-        RECORD,
-        HAS_INDEX,
-        HAS_BIAS,
-    )
+    mask = mask_n[:, None] & mask_m[None, :]
+    offsets = offs_m[None, :] * width + offs_n[:, None]
+    y = sums
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_n * stride_b, mask=mask_n, other=0.0).to(tl.float32)[:, None]
+        y = sums + bias
+    if RECORD:
+        u = sums_ctx - sums
+        tl.store(u_out_ptr + offsets, u, mask=mask)
+        c = tl.load(coeff_ptr + offs_m, mask=mask_m, other=0.0)
+        y = tl.fma(tl.broadcast_to(c[None, :], y.shape), u, y)
+        y_ctx = sums_ctx
+        if HAS_BIAS:
+            y_ctx = sums_ctx + bias
+        tl.store(y_ptr + offsets, y_ctx.to(y_ptr.dtype.element_ty), mask=mask)
+        offsets = (offs_m + M)[None, :] * width + offs_n[:, None]
+    elif R:  # rank by rank; rows without a patch keep their bits
+        patch, has_patch = _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX)
+        mask_u = mask_n[:, None] & has_patch[None, :]
+        u_offsets = patch[None, :] * stride_um + offs_n[:, None] * stride_un
+        for r in tl.range(0, R):
+            if FUSED:
+                chosen = tl.arange(0, FUSED)[:, None] == r
+                c = tl.sum(tl.where(chosen, coeff, 0.0), axis=0)  # one number and zeros
+            else:
+                c = tl.load(coeff_ptr + offs_m * R + r, mask=has_patch, other=0.0)
+            u = tl.load(u_ptr + u_offsets, mask=mask_u, other=0.0).to(tl.float32)
+            y = tl.where(mask_u, tl.fma(tl.broadcast_to(c[None, :], y.shape), u, y), y)
+            u_ptr += stride_ur
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -9,11 +9,7 @@ from torch import Tensor
 
 from icl_patch.checks import check_add_low_rank
 from icl_patch.kernels.ops.coefficients import plan_coefficients
-from icl_patch.kernels.runtime import library
-from icl_patch.kernels.runtime.launching import (
-    Launch,
-    dtype_of,
-)
+from icl_patch.kernels.runtime.launching import Launch, operator
 
 _BLOCK = 512
 
@@ -71,13 +67,13 @@ def plan_low_rank(plain: Tensor, u: Tensor, index: Tensor | None, dtype: torch.d
         index is not None,
         _BLOCK,
     )
-    inputs = (plain.dtype, u.dtype, dtype_of(index), torch.float32)
+    inputs = (plain, u, index, torch.float32)
     return Launch(_low_rank_kernel, rows * column_blocks, inputs, (((rows, n), dtype),), rest, 4)
 
 
 def _plan(
     y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+) -> Callable[..., Tensor]:
     dtype = out_dtype or y.dtype
     if not len(u):  # an empty pool: no row has a patch
         return lambda y, z, u, v, index: y.to(
@@ -88,17 +84,7 @@ def _plan(
     return lambda y, z, u, v, index: launch(y, u, index, before(z, v, index))
 
 
-_add_low_rank = library.operator(
-    "triton_add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index, ScalarType?"
-    " out_dtype) -> Tensor",
-    check_add_low_rank,
-    _plan,
-    lambda y, z, u, v, index, out_dtype: torch.empty_like(
-        y, dtype=out_dtype or y.dtype, memory_format=torch.contiguous_format
-    ),
-)
-
-
+@operator(check_add_low_rank, _plan)
 def add_low_rank(
     y: Tensor,
     z: Tensor,
@@ -124,4 +110,5 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit.
     """
-    return _add_low_rank(y, z, u, v, index, out_dtype)
+    # on fake tensors; else the plan launches
+    return torch.empty_like(y, dtype=out_dtype or y.dtype, memory_format=torch.contiguous_format)

@@ -3,8 +3,6 @@
 Both sum the squares in the same order in any layout, so a row has the same bits in either.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,6 @@ from torch import Tensor
 from icl_patch.checks import check_norm_pair, check_rms_norm
 from icl_patch.kernels.ops.coefficients import LANE_BITS, LANES, add_segments, pair_sum
 from icl_patch.kernels.ops.direction import (
-    ReadDirection,
     along,
     direction_outputs,
     inverse_of,
@@ -24,18 +21,7 @@ from icl_patch.kernels.ops.direction import (
     row_warps,
     sum_all,
 )
-from icl_patch.kernels.runtime import library
-from icl_patch.kernels.runtime.launching import Launch, Memory
-
-
-class NormedPair(NamedTuple):
-    """z_pair (2M, d), both streams' normed rows; delta (M, d) fp32, ``hidden_ctx - hidden``; the
-    direction of z.
-    """
-
-    z_pair: Tensor
-    delta: Tensor
-    direction: ReadDirection
+from icl_patch.kernels.runtime.launching import Launch, Memory, operator
 
 
 @triton.jit
@@ -60,14 +46,26 @@ def _reciprocal_rms(
 
 
 @triton.jit
-def _scaled(x, reciprocal, scale, CAST_FIRST: tl.constexpr):
-    """``scale · x · reciprocal``, rounded to x's dtype: after the scale, or (CAST_FIRST) also
-    before it.
+def _normed(
+    x_ptr,
+    stride_k,
+    scale_ptr,
+    stride_s,
+    offs,
+    reciprocal,
+    offset,
+    D: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+):
+    """The elements x at ``offs`` of a row, and ``(offset + scale) · x · reciprocal``, rounded to
+    x's dtype: after the scale, or (CAST_FIRST) also before it.
     """
+    x = tl.load(x_ptr + offs * stride_k, mask=offs < D, other=0.0)
+    scale = tl.load(scale_ptr + offs * stride_s, mask=offs < D, other=0.0).to(tl.float32) + offset
     normed = x.to(tl.float32) * reciprocal
     if CAST_FIRST:
         normed = normed.to(x.dtype).to(tl.float32)
-    return (normed * scale).to(x.dtype)
+    return x, (normed * scale).to(x.dtype)
 
 
 @triton.jit
@@ -103,12 +101,11 @@ def _norm_pair_kernel(
     for j in tl.range(0, ROUNDS):
         offs = first + j * WIDTH
         mask = offs < D
-        scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
-        x_ctx = tl.load(ctx_ptr + offs * stride_hk, mask=mask, other=0.0)
-        x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
-        z_ctx, z = (
-            _scaled(x_ctx, reciprocal_ctx, scale, CAST_FIRST),
-            _scaled(x, reciprocal, scale, CAST_FIRST),
+        x_ctx, z_ctx = _normed(
+            ctx_ptr, stride_hk, weight_ptr, stride_w, offs, reciprocal_ctx, offset, D, CAST_FIRST
+        )
+        x, z = _normed(
+            reduced_ptr, stride_hk, weight_ptr, stride_w, offs, reciprocal, offset, D, CAST_FIRST
         )
         wide = z.to(tl.float32)
         tl.store(z_ptr + m * D + offs, z_ctx, mask=mask)
@@ -120,22 +117,21 @@ def _norm_pair_kernel(
     # From here on z is computed again rather than read back.
     for j in tl.range(0, ROUNDS):
         offs = first + j * WIDTH
-        mask = offs < D
-        scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
-        x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
-        wide = _scaled(x, reciprocal, scale, CAST_FIRST).to(tl.float32)
-        tl.store(v_ptr + m * D + offs, along(wide, inverse[:, None]), mask=mask)
+        _, z = _normed(
+            reduced_ptr, stride_hk, weight_ptr, stride_w, offs, reciprocal, offset, D, CAST_FIRST
+        )
+        v = along(z.to(tl.float32), inverse[:, None])
+        tl.store(v_ptr + m * D + offs, v, mask=offs < D)
     lanes = row_offsets(SEGMENTS, LANES)
     partial = tl.zeros((SEGMENTS, LANES), tl.float32)
     for j in tl.range(0, STEPS, UNROLL):
         for i in tl.static_range(UNROLL):
             offs = lanes + (j + i) * LANES
-            mask = offs < D
-            scale = (
-                tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
-            )
-            x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
-            wide = _scaled(x, reciprocal, scale, CAST_FIRST).to(tl.float32)
+            _, z = _normed(
+                reduced_ptr, stride_hk, weight_ptr, stride_w, offs, reciprocal, offset, D,
+                CAST_FIRST,
+            )  # fmt: skip
+            wide = z.to(tl.float32)
             partial = tl.fma(wide, along(wide, inverse[:, None]), partial)
     one = tl.arange(0, 1)
     tl.store(inverse_ptr + m + one, narrowed(inverse))
@@ -164,19 +160,16 @@ def _rms_norm_kernel(
     reciprocal = _reciprocal_rms(x_ptr + m * stride_xm, stride_xk, eps, D, SEGMENTS, WIDTH, ROUNDS)
     for j in tl.range(0, ROUNDS):
         offs = first + j * WIDTH
-        mask = offs < D
-        scale = (
-            tl.load(scale_ptr + m * stride_sm + offs * stride_sk, mask=mask, other=0.0).to(
-                tl.float32
-            )
-            + offset
-        )
-        x = tl.load(x_ptr + m * stride_xm + offs * stride_xk, mask=mask, other=0.0)
-        tl.store(y_ptr + m * D + offs, _scaled(x, reciprocal, scale, CAST_FIRST), mask=mask)
+        _, y = _normed(
+            x_ptr + m * stride_xm, stride_xk, scale_ptr + m * stride_sm, stride_sk, offs,
+            reciprocal, offset, D, CAST_FIRST,
+        )  # fmt: skip
+        tl.store(y_ptr + m * D + offs, y, mask=offs < D)
 
 
-def _pair_outputs(hidden: Tensor, pairs: int, d: int) -> tuple[Memory, ...]:
-    """z_pair, delta and the direction, for hidden (pairs, d)."""
+def _pair_outputs(hidden: Tensor) -> tuple[Memory, ...]:
+    """z_pair, delta and the direction of hidden (2M, d), as a launch describes them."""
+    pairs, d = hidden.shape
     rows = pairs // 2
     return (
         ((pairs, d), hidden.dtype),
@@ -186,49 +179,36 @@ def _pair_outputs(hidden: Tensor, pairs: int, d: int) -> tuple[Memory, ...]:
 
 
 def plan_norm_pair(
-    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
+    hidden: Tensor, weight: Tensor, eps: float, scale_offset: float, cast_first: bool
 ) -> Launch:
     """From hidden and weight z_pair, delta and the direction."""
     rows, d = len(hidden) // 2, hidden.shape[1]
-    outputs = _pair_outputs(hidden, 2 * rows, d)
-    rest = (rows, *hidden.stride(), weight.stride(0), eps, offset, d, cast_first, *row_blocks(d))
-    return Launch(
-        _norm_pair_kernel, rows, (hidden.dtype, weight.dtype), outputs, rest, row_warps(d)
-    )
+    norm = (float(eps), float(scale_offset), d, cast_first)
+    rest = (rows, *hidden.stride(), weight.stride(0), *norm, *row_blocks(d))
+    outputs = _pair_outputs(hidden)
+    return Launch(_norm_pair_kernel, rows, (hidden, weight), outputs, rest, row_warps(d))
 
 
-def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
+def plan_rms_norm(
+    x: Tensor, scale: Tensor, eps: float, scale_offset: float, cast_first: bool
+) -> Launch:
     """Plan y from x and scale."""
     rows, d = x.shape
     strides = scale.stride() if scale.dim() == 2 else (0, scale.stride(0))
-    rest = (*x.stride(), *strides, eps, offset, d, cast_first, *row_blocks(d)[2:])
-    return Launch(
-        _rms_norm_kernel, rows, (x.dtype, scale.dtype), (((rows, d), x.dtype),), rest, row_warps(d)
-    )
+    norm = (float(eps), float(scale_offset), d, cast_first)
+    rest = (*x.stride(), *strides, *norm, *row_blocks(d)[2:])
+    outputs = (((rows, d), x.dtype),)
+    return Launch(_rms_norm_kernel, rows, (x, scale), outputs, rest, row_warps(d))
 
 
-_norm_pair = library.operator(
-    "triton_norm_pair(Tensor hidden, Tensor weight, float eps, float offset, bool cast_first) ->"
-    " (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    check_norm_pair,
-    plan_norm_pair,
-    lambda hidden, *_: library.fake_outputs(hidden, _pair_outputs(hidden, *hidden.shape)),
-)
-_rms_norm = library.operator(
-    "triton_rms_norm(Tensor x, Tensor scale, float eps, float offset, bool cast_first) -> Tensor",
-    check_rms_norm,
-    plan_rms_norm,
-    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-
-
+@operator(check_norm_pair, plan_norm_pair)
 def norm_pair(
     hidden: Tensor,
     weight: Tensor,
     eps: float,
     scale_offset: float = 0.0,
     cast_first: bool = True,
-) -> NormedPair:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``z = (o + w) ⊙ x / sqrt(mean(x²) + eps)`` for both streams, ``x_ctx - x`` and the direction
     of z, in one launch.
 
@@ -242,18 +222,22 @@ def norm_pair(
             (Llama), or only after (Gemma).
 
     Returns:
-        NormedPair(z_pair, delta, direction). Not differentiable.
+        z_pair (2M, d), both streams' normed rows; delta (M, d) fp32, ``hidden_ctx - hidden``; and
+        the three of :func:`icl_patch.kernels.read_direction` of the reduced rows. Not
+        differentiable.
 
     Raises:
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or ``eps`` does not fit.
     """
-    z_pair, delta, *direction = _norm_pair(
-        hidden, weight, float(eps), float(scale_offset), cast_first
+    # on fake tensors; else the plan launches
+    z_pair, delta, v, inverse_norm2, coeff = (
+        hidden.new_empty(size, dtype=dtype) for size, dtype in _pair_outputs(hidden)
     )
-    return NormedPair(z_pair, delta, ReadDirection(*direction))
+    return z_pair, delta, v, inverse_norm2, coeff
 
 
+@operator(check_rms_norm, plan_rms_norm)
 def rms_norm(
     x: Tensor, scale: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
 ) -> Tensor:
@@ -274,4 +258,5 @@ def rms_norm(
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
-    return _rms_norm(x, scale, float(eps), float(scale_offset), cast_first)
+    # on fake tensors; else the plan launches
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from icl_patch.checks import check_record_linear
 from icl_patch.kernels.ops.linear import plan_linear, product_path
-from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
-from icl_patch.kernels.runtime.launching import cached_launch, check_served, needs_op
+from icl_patch.kernels.runtime.launching import cached_launch, check_served, define, needs_op
 
 
 def launch_record(
@@ -21,7 +20,7 @@ def launch_record(
     path: str | None = None,
     config: Config | None = None,
 ) -> list[Tensor]:
-    """:func:`record_linears`, straight to the kernel: y_pair and u of each weight, in a row."""
+    """:func:`record_linears` with a configuration, straight to the kernel."""
     maps = (x for of in zip(weights, biases, strict=True) for x in of)
     return cached_launch(_plan, (z_pair, coeff, *maps), path, config)
 
@@ -75,15 +74,15 @@ def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor) -
         raise ValueError(f"expected {expected}, got {tuple(coeff.shape)}")
 
 
-_record_linears = library.define(
-    "triton_record_linears(Tensor z_pair, Tensor[] weights, Tensor?[] biases, Tensor coeff, str?"
-    " path) -> Tensor[]",
-    launch_record,
+_record_linears = define(
+    "record_linears",
+    "(Tensor z_pair, Tensor[] weights, Tensor?[] biases, Tensor coeff, str? path) -> Tensor[]",
     lambda z_pair, weights, *_: [
         z_pair.new_empty((z_pair.shape[0] // parts, weight.shape[0]), dtype=dtype)
         for weight in weights
         for parts, dtype in ((1, z_pair.dtype), (2, torch.float32))
     ],
+    launch_record,
 )
 
 
@@ -93,7 +92,7 @@ def record_linears(
     biases: Sequence[Tensor | None],
     coeff: Tensor,
     path: str | None = None,
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[Tensor]:
     """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``
     of each weight, reading it once; two neighbours share a launch if they have the same arithmetic
     and layout.
@@ -111,8 +110,8 @@ def record_linears(
         path: ``"gemv"`` or ``"gemm"``; by default as ``patched_linear`` chooses for M rows.
 
     Returns:
-        y_pair (2M, N), the context rows' output and the reduced rows' patched output, and u (M, N)
-        fp32, of each weight. Not differentiable.
+        Of each weight in turn y_pair (2M, N), the context rows' output and the reduced rows'
+        patched output, and u (M, N) fp32. Not differentiable.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -121,10 +120,9 @@ def record_linears(
     Source: Goldwaser et al. (2025), Lemma 6.
     """
     arguments = (z_pair, weights, biases, coeff, path)
-    if needs_op(z_pair, *weights, *biases):
-        for of in zip(weights, biases, strict=True):
-            _check(z_pair, *of, coeff)
-        flat = _record_linears(*arguments)
-    else:
-        flat = launch_record(*arguments)
-    return list(zip(flat[::2], flat[1::2], strict=True))
+    if not needs_op(z_pair, *weights, *biases):
+        return launch_record(*arguments)
+    for of in zip(weights, biases, strict=True):
+        _check(z_pair, *of, coeff)
+    flat: list[Tensor] = _record_linears(*arguments)
+    return flat

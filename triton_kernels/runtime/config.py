@@ -92,21 +92,11 @@ def parse(text: str) -> tuple[TunedConfig, ...]:
 
 def dump(head: dict[str, object], entries: tuple[TunedConfig, ...]) -> str:
     """The text of a data file, which :func:`parse` reads; head: its other values by name."""
-    items = []
-    for entry in entries:
-        item = asdict(entry)
-        config = item.pop("config")
-        items.append(item | config)
+    items = [
+        {"path": entry.path, "dtype": entry.dtype, "max_n": entry.max_n} | asdict(entry.config)
+        for entry in entries
+    ]
     return json.dumps(head | {"entries": items}, indent=1) + "\n"
-
-
-@cache
-def entries_for(gpu: str) -> tuple[TunedConfig, ...]:
-    """The entries of the GPU's data file, else of ``untuned.json``."""
-    folder = files("icl_patch.kernels") / "configs"
-    file = folder / f"{slug(gpu)}.json"
-    chosen = file if file.is_file() else folder / "untuned.json"
-    return parse(chosen.read_text(encoding="utf-8"))
 
 
 def data_files(capability: int | None = None) -> dict[str, tuple[TunedConfig, ...]]:
@@ -123,6 +113,13 @@ def data_files(capability: int | None = None) -> dict[str, tuple[TunedConfig, ..
         for name, text in texts.items()
         if capability is None or capability in json.loads(text)["capabilities"]
     }
+
+
+@cache
+def entries_for(gpu: str) -> tuple[TunedConfig, ...]:
+    """The entries of the GPU's data file, else of ``untuned.json``."""
+    known = data_files()
+    return known.get(slug(gpu), known["untuned"])
 
 
 @cache

@@ -1,11 +1,14 @@
-"""Descriptions of kernel launches. The same description is launched, interpreted, or compiled ahead
-of time; launches of known shapes are cached.
+"""Descriptions of kernel launches, which are launched, interpreted, or compiled ahead of time;
+launches of known shapes are cached. And the kernels as operators of ``torch.ops.icl_patch``: for
+torch.compile and for fake tensors.
 """
 
+import inspect
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from functools import wraps
 from threading import Lock
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -29,22 +32,26 @@ class Launch:
 
     kernel: takes the input tensors, the output tensors, the scratch, then ``rest``, constexprs
         included;
-    programs: the size of the grid; inputs: dtypes, None for an absent tensor; outputs: sizes and
-        dtypes, None for an absent one; num_warps, num_stages: options of the compiler; scratch: the
-        same for memory that only the kernel uses; int32 is :func:`counters`; pdl: programmatic
-        dependent launch.
+    programs: the size of the grid; inputs: tensors like those to come, or their dtypes, None for an
+        absent tensor; outputs: sizes and dtypes, None for an absent one; num_warps, num_stages:
+        options of the compiler; scratch: the same for memory that only the kernel uses; int32 is
+        :func:`counters`; pdl: programmatic dependent launch.
     """
 
     kernel: Any
     programs: int
-    inputs: tuple[torch.dtype | None, ...]
+    inputs: InitVar[tuple[Tensor | torch.dtype | None, ...]]
     outputs: tuple[Memory | None, ...]
     rest: tuple
     num_warps: int
     num_stages: int = 1
     scratch: tuple[Memory | None, ...] = ()
     pdl: bool = False
+    _dtypes: tuple[torch.dtype | None, ...] = field(init=False)
     _compiled: dict[int, Callable[..., None]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self, inputs: tuple[Tensor | torch.dtype | None, ...]) -> None:
+        self._dtypes = tuple(x.dtype if isinstance(x, Tensor) else x for x in inputs)
 
     def __call__(self, *inputs: Tensor | None) -> Any:
         """Launch on the current stream of the first input's device.
@@ -84,7 +91,7 @@ class Launch:
     def arguments(self) -> tuple:
         """All arguments of the kernel, with dtypes in place of tensors."""
         memory = (*self.outputs, *self.scratch)
-        return (*self.inputs, *(known and known[1] for known in memory), *self.rest)
+        return (*self._dtypes, *(known and known[1] for known in memory), *self.rest)
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -183,11 +190,6 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def dtype_of(x: Tensor | None) -> torch.dtype | None:
-    """The dtype of x, or None without x."""
-    return None if x is None else x.dtype
-
-
 def check_served(*tensors: Tensor | None) -> None:
     """All tensors are where kernels run, and the floating ones fp32, bf16 or fp16.
 
@@ -228,3 +230,74 @@ def needs_op(*tensors: Tensor | None) -> bool:
         ):
             return True
     return False
+
+
+_LIBRARY = torch.library.Library("icl_patch", "FRAGMENT")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def define(name: str, schema: str, fake: Callable[..., Any], launch: Callable[..., Any]) -> Any:
+    """Define the operator ``icl_patch::triton_NAME`` that runs ``launch``; ``fake`` gives the
+    outputs' sizes and dtypes.
+    """
+    name = f"triton_{name}"
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CUDA", "CPU"):  # the CPU in Triton's interpreter
+        _LIBRARY.impl(name, launch, device)
+    torch.library.register_fake(f"icl_patch::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.icl_patch, name)
+
+
+def operator(
+    check: Callable[..., None], plan: Callable[..., Callable[..., Any]]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make an operator of a function. Its body runs on fake tensors alone and gives the outputs'
+    sizes and dtypes; its annotations give the schema.
+
+    A call goes straight to the launch, or through the operator where torch has to see it.
+
+    Args:
+        check: raises for arguments that do not fit; runs before the plan. Tensors come first.
+        plan: gives the call for the tensors, see :func:`cached_launch`.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        total = len(signature.parameters)
+        count = sum("Tensor" in str(x.annotation) for x in signature.parameters.values())
+
+        # torch leaves out the last arguments too where they are the defaults
+        def complete(*arguments: Any, **named: Any) -> tuple[Any, ...]:
+            bound = signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            return bound.args
+
+        def checked(*arguments: Any) -> None:
+            check_served(*arguments[:count])
+            check(*arguments)
+
+        def checked_plan(*arguments: Any) -> Callable[..., Any]:
+            checked(*arguments)
+            return plan(*arguments)
+
+        def launch(*arguments: Any) -> Any:
+            return cached_launch(checked_plan, arguments[:count], *arguments[count:])
+
+        schema = torch.library.infer_schema(function, mutates_args=())
+        packet = define(
+            function.__name__, schema, function, lambda *given: launch(*complete(*given))
+        )
+
+        @wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if named or len(arguments) < total:
+                arguments = complete(*arguments, **named)
+            if needs_op(*arguments[:count]):
+                checked(*arguments)
+                return packet(*arguments)
+            return launch(*arguments)
+
+        return call
+
+    return decorated

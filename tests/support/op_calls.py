@@ -1,0 +1,148 @@
+"""Every op as a function of tensors, in whichever implementation serves it: traced on real tensors,
+derived, and mapped over.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from support.numeric import UNIT, normal, same_bits, seeded
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from icl_patch import ops
+from icl_patch.ops import dispatch
+
+ROWS, N, K = 4, 6, 9
+
+
+def arguments(seed: int) -> list[Tensor]:
+    """z (M, K), weight (N, K), per row u (M, N) and v (M, K), bias (N,), and a pool u (P, R, N), v
+    (P, R, K) with its index (M,).
+    """
+    rng = seeded(seed)
+    sizes = ((ROWS, K), (N, K), (ROWS, N), (ROWS, K), (N,), (3, 2, N), (3, 2, K))
+    return [
+        *(normal(rng, *size, dtype=torch.float32) for size in sizes),
+        torch.randint(-1, 3, (ROWS,), generator=rng),
+    ]
+
+
+def _norm_pair(z: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    pair = ops.norm_pair(z, v[0], 1e-5)
+    return pair.z_pair, pair.delta, *pair.direction[:2]
+
+
+def _record_linears(z: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    direction = ops.read_direction(z[2:])
+    recorded = ops.record_linears(z, [(w, b), (-w, b)], direction=direction)
+    return tuple(x for of in recorded for x in of)
+
+
+def _attention(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Of two keys and values."""
+    key, value = (torch.stack([x, -x], 1).unsqueeze(1) for x in (v, u))
+    return ops.decode_attention(z.unsqueeze(1), key, value)
+
+
+NAMES = ("z", "w", "u", "v", "b", "pool_u", "pool_v", "index")  # of the arguments
+CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
+    "patched_linear": lambda z, w, u, v, b, **_: ops.patched_linear(z, w, u, v, b),
+    "patched_linear, a pool": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
+        z, w, pool_u, pool_v, b, index=index
+    ),
+    "add_low_rank, tiles": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
+        z, w, pool_u, pool_v, b, index=index, path="gemm"
+    ),
+    "record_linear": lambda z, w, b, **_: ops.record_linear(z, w, b)[:2],
+    "record_linears": lambda z, w, b, **_: _record_linears(z, w, b),
+    "add_low_rank": lambda z, u, v, **_: ops.add_low_rank(u, z, u, v),
+    "expert_linear": lambda z, w, index, **_: ops.expert_linear(
+        z, torch.stack([w, -w, 2 * w, w]), index.unsqueeze(1) + 1
+    ),
+    "read_direction": lambda z, **_: tuple(ops.read_direction(z)[:2]),
+    "rms_norm": lambda z, v, **_: ops.rms_norm(z, v, 1e-5),
+    "norm_pair": lambda z, v, **_: _norm_pair(z, v),
+    "gated_product": lambda z, v, **_: ops.gated_product(z, v, "silu"),
+    "decode_attention": lambda z, u, v, **_: _attention(z, u, v),
+    "invert_rmsnorm": lambda z, u, v, **_: ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden,
+    "stable_scale": lambda z, v, **_: ops.stable_scale(z, v[0], v).u,
+}
+
+
+def call(name: str, given: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    return CALLS[name](**dict(zip(NAMES, given, strict=True)))
+
+
+# the native library's, whatever serves the products
+NATIVE = ("decode_attention", "invert_rmsnorm", "stable_scale")
+
+
+def check_traced(name: str) -> None:
+    """Through ``make_fx`` the op's node is in the graph, and nothing of the first run's numbers."""
+    op = name.partition(",")[0]
+    graph = make_fx(lambda *given: call(name, given))(*arguments(0))
+    triton = dispatch.backend == "triton" and op not in NATIVE
+    if triton and "tiles" in name:
+        op = "patched_linear"  # Triton's own tiles
+    if op.startswith("record_linear"):
+        op = "record_linears" if triton else "record_linear"
+    expected = f"icl_patch.{'triton_' if triton else ''}{op}.default"
+    assert expected in [str(node.target) for node in graph.graph.nodes], graph.code
+    other = arguments(1)
+    found, eager = graph(*other), call(name, other)
+    for x, y in zip(
+        *((parts,) if isinstance(parts, Tensor) else parts for parts in (found, eager)), strict=True
+    ):
+        assert same_bits(x, y)
+
+
+DIFFERENTIABLE = [name for name in CALLS if name not in ("invert_rmsnorm", "stable_scale")]
+
+
+def _of_z(name: str) -> Callable[[Tensor], Tensor]:
+    """The op's first result as a function of z, in z's dtype."""
+    _, *others = arguments(0)
+
+    def function(z: Tensor) -> Tensor:
+        out = call(name, [z, *(x.to(z.dtype) if x.is_floating_point() else x for x in others)])
+        return out if isinstance(out, Tensor) else out[0]
+
+    return function
+
+
+def near(found: Tensor, expected: Tensor) -> bool:
+    """In fp32: a derivative is two sums of at most ten products, of results that are rounded sums
+    themselves.
+    """
+    size = expected.abs().max()
+    return bool((found - expected).abs().max() <= 400 * UNIT[torch.float32] * size)
+
+
+def check_derivatives(name: str) -> None:
+    """Forwards, backwards and by torch.func, against differences in fp64 where gradients are
+    recorded and where they are not.
+    """
+    function, z = _of_z(name), arguments(0)[0]
+    tangent = normal(seeded(9), *z.shape, dtype=torch.float32)
+    wide, step = z.double(), 1e-6 * tangent.double()
+    expected = ((function(wide + step) - function(wide - step)) / 2e-6).float()
+    jacobian = torch.func.jacrev(function)(z)
+    along = torch.einsum("ijkl,kl->ij", jacobian.reshape(len(jacobian), -1, *z.shape), tangent)
+    along = along.reshape(expected.shape)
+    assert jacobian.dtype == torch.float32
+    assert near(along, expected), name
+    assert not near(1.0001 * along, expected), name
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert near(torch.func.jvp(function, (z,), (tangent,))[1], along), (name, grad)
+    leaf = z.clone().requires_grad_()
+    (found,) = torch.autograd.grad(function(leaf).sum(), leaf)
+    assert near(found, jacobian.reshape(-1, *z.shape).sum(0)), name
+
+
+def check_mapped(name: str) -> None:
+    """``vmap`` over a stack is the op on each."""
+    function, stack = _of_z(name), torch.stack([arguments(seed)[0] for seed in (0, 1)])
+    with torch.no_grad():
+        found = torch.func.vmap(function)(stack)
+        assert near(found, torch.stack([function(z) for z in stack])), name
