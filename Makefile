@@ -87,6 +87,7 @@ build/peft: | $(RUN)
 
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
+	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
 bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
 	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
