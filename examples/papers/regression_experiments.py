@@ -21,7 +21,8 @@ from regression_models import (
 )
 from torch import Tensor, nn
 
-from icl_patch.analysis.dynamics import Factorisation, LowRank, Trajectory
+from icl_patch.analysis.dynamics import Factorisation, Trajectory
+from icl_patch.patch.low_rank import LowRank
 
 # Seeds of the drawn tasks, apart from that of the weights and the training.
 _VALIDATION, _TRIALS, _CHOICE = 1001, 1002, 1003

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from icl_patch.analysis.dynamics import LowRank, Trajectory, named_changes
+from icl_patch.analysis.dynamics import Trajectory, named_changes
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import ParameterChange
 
 

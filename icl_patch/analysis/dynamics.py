@@ -1,8 +1,7 @@
 """The implicit learning dynamics of a context: how the weights change as it grows token by token,
 or is absorbed token by token.
 
-A change of a weight is stored as the vectors of ``Σ_r u_r v_rᵀ`` alone; norms, inner products and
-products with a vector are computed from these.
+A change of a weight is stored as the vectors of ``Σ_r u_r v_rᵀ`` alone.
 
 Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
 """
@@ -19,76 +18,11 @@ from icl_patch import ops
 from icl_patch.models import kv_cache
 from icl_patch.models.language_model import check_vocabulary
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel, HasAttachedModel
 from icl_patch.recording.sequences import Sequences, assemble, switches
-
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """``M = Σ_r u_r v_rᵀ`` for any leading dimensions, stored as the vectors. All arithmetic is in
-    fp64.
-
-    Attributes:
-        u, v: (..., R, N) and (..., R, K).
-        index: (..., R) int64, the expert of each slot, if M stands for the matrices of several
-            experts.
-    """
-
-    u: Tensor
-    v: Tensor
-    index: Tensor | None = None
-
-    def __getitem__(self, place: Any) -> "LowRank":
-        """A part along the leading dimensions; None adds one."""
-        return LowRank(
-            self.u[place], self.v[place], None if self.index is None else self.index[place]
-        )
-
-    def inner(self, other: "LowRank") -> Tensor:
-        """The Frobenius inner product ``<M, M'> = Σ_rs (u_r·u'_s)(v_r·v'_s)``: (...), leading
-        dimensions broadcast.
-        """
-        # (..., R, R')
-        products = (self.u.double() @ other.u.double().mT) * (self.v.double() @ other.v.double().mT)
-        if self.index is not None and other.index is not None:
-            products = torch.where(
-                self.index.unsqueeze(-1) == other.index.unsqueeze(-2), products, 0.0
-            )
-        return products.sum((-2, -1))
-
-    def norm(self) -> Tensor:
-        """``‖M‖_F``: (...). Of a matrix of rank 1 it is the spectral norm too."""
-        return self.inner(self).clamp(min=0).sqrt()
-
-    def cosine(self, other: "LowRank") -> Tensor:
-        """``<M, M'> / (‖M‖ ‖M'‖)``: (...); NaN where one of them is 0."""
-        return self.inner(other) / (self.norm() * other.norm())
-
-    def on(self, z: Tensor) -> Tensor:
-        """``M z = Σ_r (v_r·z) u_r``: z (..., K) -> (..., N).
-
-        Raises:
-            ValueError: this stands for several matrices.
-        """
-        if self.index is not None:
-            raise ValueError("expected the change of one matrix, got those of several experts")
-        coeff = self.v.double() @ z.double().unsqueeze(-1)  # (..., R, 1)
-        return (coeff * self.u.double()).sum(-2)
-
-    def against(self, weight: Tensor) -> Tensor:
-        """``<M, W> = trace(Mᵀ W) = Σ_r u_r·(W v_r)``: W (..., N, K), of experts (E, N, K) ->
-        (...).
-        """
-        weight, v = weight.double(), self.v.double()
-        if self.index is None:
-            return ((v @ weight.mT) * self.u.double()).sum((-2, -1))
-        total = torch.zeros_like(self.u[..., 0, 0], dtype=torch.float64)
-        for expert in self.index.unique().tolist():
-            products = ((v @ weight[expert].mT) * self.u.double()).sum(-1)
-            total += torch.where(self.index == expert, products, 0.0).sum(-1)
-        return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,10 +143,6 @@ class Dynamics:
         u[0] = 0
         indices: list[Any] = [change.index for change in changes]
         return Trajectory.of(u, v, None if indices[0] is None else torch.stack(indices))
-
-    def step_norms(self) -> dict[str, Tensor]:
-        """``‖W_{i+1} - W_i‖_F`` of every changed parameter: (n, B, T) fp64."""
-        return {name: self.trajectory(name).step_norms() for name in self.parameters}
 
 
 def named_changes(patch: ContextPatch) -> Iterator[tuple[str, ParameterChange]]:

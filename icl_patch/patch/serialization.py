@@ -305,11 +305,13 @@ def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
         if is_on_another_rank(model, block.path):
             continue
         for change in parameter_changes(block.spec, layer):
-            _check_change(block.path_of(change.name), change, model)
+            check_change(block.path_of(change.name), change, model)
 
 
-def _check_change(path: str, change: ParameterChange, model: PreTrainedModel) -> None:
-    """Widths of a change, and the experts it is for."""
+def check_change(path: str, change: ParameterChange, model: PreTrainedModel) -> None:
+    """Raises PatchFormatError unless the model has the module, and the widths and the experts of a
+    change fit its parameter.
+    """
     holder, _, name = (path, "", change.parameter) if change.index is None else path.rpartition(".")
     try:
         parameter = getattr(model.get_submodule(holder), name, None)

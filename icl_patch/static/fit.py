@@ -21,6 +21,7 @@ from icl_patch.errors import HarmfulPatchError, StaticPatchWarning, UnsupportedM
 from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.language_model import layers_of, text_config, vocabulary
 from icl_patch.models.prompts import Tokens
+from icl_patch.patch.low_rank import LowRank
 from icl_patch.recording.attached_model import check_training
 from icl_patch.static.examples import (
     ROW_TOKENS,
@@ -32,7 +33,6 @@ from icl_patch.static.examples import (
     ends_of,
     preserved_texts,
 )
-from icl_patch.static.low_rank import LowRank
 from icl_patch.static.matrices import Matrix, find_matrices
 from icl_patch.static.report import StaticReport
 from icl_patch.static.static_patch import StaticInfo, StaticPatch

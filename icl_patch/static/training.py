@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.serialization import file_parts, read_file
 from icl_patch.static.examples import batches, pad
-from icl_patch.static.low_rank import LowRank
 from icl_patch.static.matrices import Matrix
 from icl_patch.static.student import Student
 from icl_patch.static.targets import Target, measure
@@ -378,7 +378,9 @@ class Checkpoint:
             step = torch.tensor(float(training.step))
             training.optimizer.state[parameter] = {"step": step, **moments}
         best = {
-            path: LowRank(tensors[f"best.{path}.u"], tensors[f"best.{path}.v"]).to(device)
+            path: LowRank(
+                tensors[f"best.{path}.u"].to(device), tensors[f"best.{path}.v"].to(device)
+            )
             for path in training.changes
         }
         training.best = (header["best"][0], header["best"][1], best)

@@ -1,4 +1,4 @@
-"""Static patches in use: applied, merged, combined, by row, compiled, as files."""
+"""Static patches in use: applied, merged, combined, compiled, as files."""
 
 import copy
 import warnings
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, static
 from icl_patch.errors import StaticPatchWarning
 from icl_patch.patch.fingerprints import weight_fingerprint
-from icl_patch.static import LowRank, StaticInfo, StaticPatch, applied
+from icl_patch.static import LowRank, StaticInfo, StaticPatch
 
 
 @torch.no_grad()
@@ -107,35 +107,6 @@ def test_truncation_keeps_the_largest_singular_values() -> None:
         whole.truncated(0)
 
 
-def test_each_row_has_its_patch() -> None:
-    model = build("gemma3")
-    patches = [random_patch(model, 0), random_patch(model, 1, rank=1)]
-    del patches[1].changes["model.layers.1.mlp.down_proj"]
-    expected = [changed_by_hand(model, {1.0: patch}) for patch in patches]
-    plain = logits(model)
-    with applied(model, patches, rows=[0, -1, 1]) as row_map:
-        got = logits(model)
-        assert close(got[0], expected[0][0])
-        assert close(got[1], plain[1])
-        assert close(got[2], expected[1][2])
-        row_map.set([1, 1, 0])
-        got = logits(model)
-        assert close(got[:2], expected[1][:2])
-        assert close(got[2], expected[0][2])
-        with pytest.raises(ValueError, match="expected 3 numbers from -1 to 1"):
-            row_map.set([2, 0, 0])
-        with pytest.raises(ValueError, match="expected 3 numbers from -1 to 1"):
-            row_map.set([0.5, 0, 0])  # type: ignore[list-item]
-        for ids in (IDS[:2, :5], IDS[:2]):  # of 12 tokens, three entries would each get four
-            with pytest.raises(ValueError, match="expected a row map of 1 or 2 entries"):
-                logits(model, ids)
-    with applied(model, patches, rows=[1]) as row_map:
-        assert close(logits(model), expected[1])
-        row_map.set([-1])
-        assert close(logits(model), plain)
-    assert torch.equal(logits(model), plain)
-
-
 def test_a_shared_weight_is_not_merged_into() -> None:
     """The embeddings would change with the head, which they do not where the patch is applied."""
     model = build("llama-tied")
@@ -147,37 +118,6 @@ def test_a_shared_weight_is_not_merged_into() -> None:
     with pytest.raises(TypeError, match=r"that model\.embed_tokens and lm_head share"):
         patch.merge(model)
     assert torch.equal(logits(model), plain)
-
-
-def test_a_row_does_not_see_the_others_patches() -> None:
-    model = build("llama")
-    one, other = random_patch(model, 0), random_patch(model, 1)
-    with applied(model, [one, other], rows=[0, -1, 1]):
-        first = logits(model)
-    with applied(model, [one, other], rows=[0, 1, 0]):
-        second = logits(model)
-    assert torch.equal(first[0], second[0])
-    assert not torch.equal(first[1], second[1])
-
-
-def test_switching_patches_compiles_nothing_again() -> None:
-    model = build("llama", num_hidden_layers=1)
-    patches = [random_patch(model, 0), random_patch(model, 1)]
-    expected = [changed_by_hand(model, {1.0: patch}) for patch in patches]
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    with applied(model, patches, rows=[0, 1, -1]) as row_map, torch.no_grad():
-        compiled = torch.compile(model, backend=counter)
-        got = compiled(IDS).logits
-        assert close(got[0], expected[0][0])
-        assert close(got[1], expected[1][1])
-        graphs = counter.frame_count
-        row_map.set([1, -1, 0])
-        got = compiled(IDS).logits
-        assert close(got[0], expected[1][0])
-        assert close(got[2], expected[0][2])
-    assert counter.frame_count == graphs > 0
-    torch._dynamo.reset()
 
 
 def test_patches_that_do_not_fit_change_nothing() -> None:
@@ -210,8 +150,6 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
         patch.merge(build("llama", seed=3))
     with pytest.raises(FingerprintMismatch, match=r"in torch\.bfloat16, got .* in torch\.f"):
         patch.merge(build("llama").bfloat16())
-    with pytest.raises(ValueError, match="expected patches and rows"), applied(model, [], [0]):
-        pass
 
 
 # -- files
@@ -267,8 +205,6 @@ def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
         model(other)
     with patch.applied(model, check_front=False), warnings.catch_warnings():
         warnings.simplefilter("error", StaticPatchWarning)
-        model(other)
-    with applied(model, [patch], rows=[0]), pytest.warns(StaticPatchWarning):
         model(other)
     assert not model._forward_pre_hooks
     unknown, else_where = replace(patch.info, front=()), replace(patch.info, front=(6,))
