@@ -9,9 +9,8 @@ import pytest
 import torch
 from support.models import build, shallow, tokens
 from support.quantised import Int8Linear
-from support.static import CLOSE, IDS, logits, random_examples, random_patch
+from support.static import CLOSE, logits, random_examples, random_patch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, static
