@@ -183,7 +183,7 @@ def dynamics(block: Block, tasks: Tasks) -> Trajectory:
     """
     z_ctx = block.layer.prefixes(tasks.context, tasks.query).transpose(0, 1)
     u, v = rank_one(block.first, z_ctx, z_ctx[:1])
-    return Trajectory.of(u, v.expand_as(z_ctx))
+    return Trajectory(LowRank(u.unsqueeze(-2), v.expand_as(z_ctx).unsqueeze(-2)))
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +37,6 @@ class Trajectory:
     """
 
     changes: LowRank
-
-    @classmethod
-    def of(cls, u: Tensor, v: Tensor | None = None, index: Tensor | None = None) -> "Trajectory":
-        """The trajectory of ``u_i v_iᵀ``: u (n + 1, ..., N), v (n + 1, ..., K) or None; of experts
-        with k slots, index (n + 1, ..., k).
-        """
-        v = torch.ones_like(u[..., :1]) if v is None else v
-        return cls(
-            LowRank(u.unsqueeze(-2), v.unsqueeze(-2)) if index is None else LowRank(u, v, index)
-        )
 
     def norms(self) -> Tensor:
         """``‖W_i - W_0‖_F``: (n + 1, ...) fp64."""
@@ -127,7 +116,7 @@ class Dynamics:
             ValueError: the patches change no such parameter.
         """
         changes = [
-            change
+            change.low_rank()
             for patch in self.patches
             for name, change in named_changes(patch)
             if name == parameter
@@ -137,12 +126,11 @@ class Dynamics:
                 f"expected one of the changed parameters {', '.join(self.parameters)}, got"
                 f" {parameter!r}"
             )
-        pairs: list[Any] = [change.in_slots() for change in changes]
-        u, v = (None if xs[0] is None else torch.stack(xs) for xs in zip(*pairs, strict=True))
-        assert u is not None
+        u = torch.stack([change.u for change in changes])
         u[0] = 0
-        indices: list[Any] = [change.index for change in changes]
-        return Trajectory.of(u, v, None if indices[0] is None else torch.stack(indices))
+        index = [change.index for change in changes if change.index is not None]
+        v = torch.stack([change.v for change in changes])
+        return Trajectory(LowRank(u, v, torch.stack(index) if index else None))
 
 
 def named_changes(patch: ContextPatch) -> Iterator[tuple[str, ParameterChange]]:
@@ -240,10 +228,6 @@ class Factorisation:
         effect there.
         """
         return ops.read_direction(self.inputs[1:])[0]
-
-    def rates(self) -> Tensor:
-        """``h_i``: (n, ...)."""
-        return self.directions.square().sum(-1)
 
     def determinants(self) -> Tensor:
         """``det(1 + h_i A_i) = z_{i-1}·z_i / ‖z_i‖²``: (n, ...). The factor has an inverse where it

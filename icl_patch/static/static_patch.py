@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,13 @@ from icl_patch.patch.fingerprints import (
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import ParameterChange
 from icl_patch.patch.peft_export import write_peft
-from icl_patch.patch.serialization import check_change, check_finite, file_parts, read_file
+from icl_patch.patch.serialization import (
+    check_change,
+    check_finite,
+    file_parts,
+    read_fields,
+    read_file,
+)
 from icl_patch.static.matrices import check_whole
 from icl_patch.static.report import StaticReport
 
@@ -355,11 +361,8 @@ def _checked_front(model: PreTrainedModel, front: int) -> Iterator[None]:
                 stacklevel=6,
             )
 
-    handle = model.register_forward_pre_hook(check, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(check, with_kwargs=True) as handle:
         yield
-    finally:
-        handle.remove()
 
 
 def mean(patches: Sequence[StaticPatch]) -> StaticPatch:
@@ -388,20 +391,13 @@ def _set(module: PatchedLinear, change: LowRank) -> None:
 
 
 def _read_info(header: dict[str, Any]) -> StaticInfo:
-    optional = ("fingerprint", "tokenizer", "dtype")
-    names = [entry.name for entry in fields(StaticInfo) if entry.name != "front"]
-    for name in names:
-        value = header.get(name)
-        if not (isinstance(value, str) or (value is None and name in optional)):
-            raise PatchFormatError(f"expected header entry {name!r} of text, got {value!r:.80}")
     front = header.get("front")
     if not isinstance(front, list) or len(front) > 1 or not all(type(x) is int for x in front):
         raise PatchFormatError(
             f"expected header entry 'front' of ids, got {front!r:.80}:"
             " fit a patch of an earlier version again"
         )
-    values: dict[str, Any] = {name: header.get(name) for name in names}
-    return StaticInfo(**values, front=tuple(front))
+    return StaticInfo(**read_fields(header, StaticInfo, "front"), front=tuple(front))
 
 
 def _read_report(header: dict[str, Any]) -> StaticReport | None:

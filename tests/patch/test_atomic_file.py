@@ -15,7 +15,7 @@ from support.models import build, tokens
 
 from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.cli.main import main
-from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.atomic_file import remove_leftovers, write_atomically
 
 FORK = multiprocessing.get_context("fork")
 
@@ -37,19 +37,6 @@ def umask(mask: int) -> Iterator[None]:
 
 def permissions(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def killed_while_saving(patch: ContextPatch, path: Path) -> None:
-    """Save in a process of its own that is killed when everything is written."""
-
-    def save() -> None:
-        os.replace = lambda *_paths: os.kill(os.getpid(), signal.SIGKILL)
-        patch.save(path)
-
-    process = FORK.Process(target=save)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_full_disk(patch: ContextPatch, tmp_path: Path) -> None:
@@ -123,16 +110,18 @@ def test_a_name_as_long_as_can_be(patch: ContextPatch, tmp_path: Path) -> None:
         assert ContextPatch.load(tmp_path / name).info == patch.info
 
 
-def test_what_killed_savers_left_is_removed(patch: ContextPatch, tmp_path: Path) -> None:
-    path, other = tmp_path / "p.safetensors", tmp_path / "other.safetensors"
-    for name in (path, other):
-        killed_while_saving(patch, name)
-    left = {file.name for file in tmp_path.iterdir()}
-    assert len(left) == 2
-    patch.save(path)
-    assert len(left & {file.name for file in tmp_path.iterdir()}) == 1  # the other path's
-    patch.save(other)
-    assert sorted(tmp_path.iterdir()) == [other, path]
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    def save() -> None:
+        os.replace = lambda *_paths: os.kill(os.getpid(), signal.SIGKILL)
+        write_atomically(tmp_path / "p", [b"content"])
+
+    process = FORK.Process(target=save)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    remove_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_another_saver_is_writing_is_left_alone(tmp_path: Path) -> None:
@@ -147,6 +136,7 @@ def test_what_another_saver_is_writing_is_left_alone(tmp_path: Path) -> None:
     slow = threading.Thread(target=write_atomically, args=(path, parts()))
     slow.start()
     assert begun.wait(60)
+    remove_leftovers(tmp_path)
     write_atomically(path, [b"fast"])
     assert path.read_bytes() == b"fast"
     assert len(list(tmp_path.iterdir())) == 2
@@ -156,23 +146,22 @@ def test_what_another_saver_is_writing_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def save_often(patch: ContextPatch, path: Path, times: int) -> None:
-    for _ in range(times):
-        patch.save(path)
-
-
 def test_many_savers_and_a_reader_of_one_path(patch: ContextPatch, tmp_path: Path) -> None:
-    """One is killed on the way. Every read finds a whole file; the last save leaves only that."""
+    """Every read finds a whole file, though leftovers are removed all the time."""
     path = tmp_path / "p.safetensors"
     patch.save(path)
-    savers = [FORK.Process(target=save_often, args=(patch, path, 40)) for _ in range(4)]
+
+    def save_often() -> None:
+        for _ in range(40):
+            patch.save(path)
+            remove_leftovers(tmp_path)
+
+    savers = [FORK.Process(target=save_often) for _ in range(4)]
     for saver in savers:
         saver.start()
-    savers[0].kill()
     while any(saver.is_alive() for saver in savers):
         assert ContextPatch.load(path).info == patch.info
-    assert [saver.exitcode for saver in savers[1:]] == [0, 0, 0]
-    patch.save(path)
+    assert [saver.exitcode for saver in savers] == [0] * 4
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -194,18 +183,14 @@ def test_paths_that_cannot_be_written(patch: ContextPatch, tmp_path: Path) -> No
     assert sorted(tmp_path.iterdir()) == [tmp_path / "fifo", tmp_path / "loop"]
 
 
-def test_a_file_system_without_locks(
-    patch: ContextPatch,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are written all the same; leftovers stay, since nobody can tell whose they are."""
 
     def flock(_file: object, _operation: int) -> None:
         raise OSError(38, "Function not implemented")
 
-    killed_while_saving(patch, tmp_path / "p.safetensors")
+    (tmp_path / ".icl-patch-1").touch()
     monkeypatch.setattr("icl_patch.patch.atomic_file.fcntl.flock", flock)
-    patch.save(tmp_path / "p.safetensors")
-    assert ContextPatch.load(tmp_path / "p.safetensors").info == patch.info
-    assert len(list(tmp_path.iterdir())) == 2
+    write_atomically(tmp_path / "p", [b"content"])
+    remove_leftovers(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".icl-patch-1", "p"]
