@@ -283,10 +283,11 @@ def factorise(
     """
     if kept_ids.shape[1:] != (1,):
         raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
+    stops = range(1, context_ids.shape[1] + 1)
+    parts = [assemble(context_ids, kept_ids, absorbed=[(0, stop)]) for stop in stops]
     inputs = []
-    for stop in range(context_ids.shape[1] + 1):
-        whole = assemble(context_ids, kept_ids, absorbed=[(0, max(stop, 1))])
-        patch = patcher.attached_model.compute(whole if stop else _nothing_absorbed(whole)).patch
+    for part in (_nothing_absorbed(torch.cat([context_ids, kept_ids], 1)), *parts):
+        patch = patcher.attached_model.compute(part).patch
         factors = patch.layers[layer]
         if "readers.v" not in factors:
             raise ValueError(
@@ -298,15 +299,15 @@ def factorise(
     return Factorisation(v / v.square().sum(-1, keepdim=True))
 
 
-def _nothing_absorbed(sequences: Sequences) -> Sequences:
-    """The same tokens, all of them kept."""
-    head, tail = sequences.head_ids.shape[1], torch.zeros_like(sequences.head_absorbed[0])
-    return replace(
-        sequences,
-        head_ids=sequences.head_ids[:, :0],
-        head_mask=sequences.head_mask[:, :0],
-        head_absorbed=sequences.head_absorbed[:, :0],
-        tail_ids=torch.cat([sequences.head_ids, sequences.tail_ids], 1),
-        tail_mask=torch.cat([sequences.head_mask, sequences.tail_mask], 1),
-        tail_absorbed=torch.cat([tail[:head], sequences.tail_absorbed]),
+def _nothing_absorbed(ids: Tensor) -> Sequences:
+    """Ids (B, T) that are all kept."""
+    absorbed = torch.zeros_like(ids, dtype=torch.bool)
+    nothing = absorbed[:, :0]
+    return Sequences(
+        head_ids=ids[:, :0],
+        head_mask=nothing,
+        head_absorbed=nothing,
+        tail_ids=ids,
+        tail_mask=~absorbed,
+        tail_absorbed=absorbed[0],
     )

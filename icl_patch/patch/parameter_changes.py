@@ -37,12 +37,9 @@ class ParameterChange:
 
     def size(self) -> Tensor:
         """``‖u‖ ‖v‖``, ``‖Δb‖`` or ``‖Δm‖``: (B, T)."""
-        size = self.u.norm(dim=-1)
-        if self.index is not None:
-            u, v = self.in_slots()
-            size = u.norm(dim=-1) if v is None else u.norm(dim=-1) * v.norm(dim=-1)
-            return size.norm(dim=-1)
-        return size if self.v is None else size * self.v.norm(dim=-1)
+        u, v = self.in_slots()
+        size = u.norm(dim=-1) if v is None else u.norm(dim=-1) * v.norm(dim=-1)
+        return size if self.index is None else size.norm(dim=-1)
 
     def low_rank(self) -> LowRank:
         """``u vᵀ`` of B x T tokens, of experts with a slot for each; of a vector with ``v = 1``."""

@@ -15,9 +15,8 @@ from icl_patch.patch.low_rank import LowRank
 from icl_patch.static.examples import Example, documents, examples, front, preserved_texts
 from icl_patch.static.fit import Plan, fit
 from icl_patch.static.matrices import PARTS
-from icl_patch.static.report import StaticReport
 from icl_patch.static.static_patch import StaticInfo, StaticPatch, mean
-from icl_patch.static.targets import Quality
+from icl_patch.static.targets import Quality, StaticReport
 from icl_patch.static.training import Distillation
 
 __all__ = [

@@ -37,7 +37,7 @@ from icl_patch.patch.serialization import (
     read_file,
 )
 from icl_patch.static.matrices import check_whole
-from icl_patch.static.report import StaticReport
+from icl_patch.static.targets import StaticReport
 
 KIND = "static"
 _FRONT = """\

@@ -1,11 +1,11 @@
 """The commands of static patches: fit, generate, apply, export."""
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
 import torch
+from support.full_disk import full_disk
 
 from icl_patch import ContextPatch, ContextPatcher, embedded, static
 from icl_patch.cli import fit
@@ -125,14 +125,10 @@ def test_apply_and_export_are_the_patch(
 def test_a_model_that_cannot_be_written_leaves_nothing(
     patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # room for the small files
-    try:
+    with full_disk(100_000):  # room for the small files
         status, _, err = run(
             capsys, "apply", "--patch", patch_file, "--out", tmp_path / "some" / "model"
         )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 2
     assert "cannot be written to" in err
     assert not list((tmp_path / "some").iterdir())
