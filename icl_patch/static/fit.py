@@ -28,7 +28,6 @@ from icl_patch.static.examples import (
     Example,
     answered,
     check_row,
-    common_front,
     documents,
     ends_of,
     preserved_texts,
@@ -326,7 +325,8 @@ def _split(
     every = min(_HELD_OUT_OF, max(len(own), 2))
     held_texts = own[every - 1 :: every]
     fitted_texts = [x for i, x in enumerate(own) if i % every != every - 1]
-    front = common_front([ids for x in asked for ids in (x.with_context, x.without)])
+    first = {ids[0] for x in asked for ids in (x.with_context, x.without)}
+    front = tuple(first) if len(first) == 1 else ()
     return _Rows(fitted, held, fitted_texts, held_texts, front, endless)
 
 

@@ -35,6 +35,11 @@ class Target:
     labels: Tokens
 
 
+def length_of(target: Target) -> int:
+    """The number of a row's ids."""
+    return len(target.ids)
+
+
 @torch.no_grad()
 def targets_of(student: Student, examples: Sequence[Example]) -> list[Target]:
     """The targets of answered examples; the model must not be patched.
@@ -164,7 +169,7 @@ def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
     if not targets:
         return None
     kl = tvd = whole = right = tokens = 0.0
-    for batch in batches(sorted(targets, key=_length), _length, student.kind):
+    for batch in batches(sorted(targets, key=length_of), length_of, student.kind):
         hidden = student.final(pad([target.ids for target in batch], input_device(student.model)))
         own = [row[target.asked] for row, target in zip(hidden, batch, strict=True)]
         found = _compared(student, torch.cat([target.hidden for target in batch]), torch.cat(own))
@@ -178,10 +183,6 @@ def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
         raise ValueError("expected finite logits, got NaN or infinity")
     count = len(targets)
     return Quality(kl / tokens, tvd / tokens, whole / count, right / tokens, count)
-
-
-def _length(target: Target) -> int:
-    return len(target.ids)
 
 
 def _compared(student: Student, with_context: Tensor, patched: Tensor) -> Tensor:
