@@ -176,3 +176,18 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_atomically(tmp_path / "p", [b"content"])
     remove_leftovers(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == [".icl-patch-1", "p"]
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Path] = []
+
+    def flock(_file: object, _operation: int) -> None:
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            taken[0].unlink()
+
+    monkeypatch.setattr("icl_patch.patch.atomic_file.fcntl.flock", flock)
+    write_atomically(tmp_path / "p", [b"content"])
+    assert taken and (tmp_path / "p").read_bytes() == b"content"

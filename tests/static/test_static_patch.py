@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import build, shallow, tokens
 from support.quantised import Int8Linear
-from support.static import CLOSE, logits, random_examples, random_patch
+from support.static import CLOSE, IDS, logits, random_examples, random_patch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -49,6 +49,9 @@ def test_applied_and_merged_are_the_changed_weights(name: str) -> None:
     with patch.applied(model) as changed:
         assert changed is model
         assert close(logits(model), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logits(model, IDS[:1, : patch.rank])  # not taken for a change of each token's own
     assert torch.equal(logits(model), before)
     assert patch.merge(model) is model
     assert close(logits(model), expected)
