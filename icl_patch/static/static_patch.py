@@ -235,7 +235,7 @@ class StaticPatch:
         patched already.
         """
         check_whole(model)
-        modules = dict(model.named_modules())
+        modules = dict(model.named_modules(remove_duplicate=False))
         for path, change in self.changes.items():
             module = modules.get(path)
             if isinstance(module, PatchedModule):
