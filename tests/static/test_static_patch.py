@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import build, shallow, tokens
+from support.patch_files import read, write
 from support.quantised import Int8Linear
 from support.static import CLOSE, IDS, logits, random_examples, random_patch
 from torch import Tensor, nn
@@ -212,6 +213,22 @@ def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
     unknown, else_where = replace(patch.info, front=()), replace(patch.info, front=(6,))
     assert (patch + StaticPatch(unknown, patch.changes)).info.front == (5,)
     assert (patch + StaticPatch(else_where, patch.changes)).info.front == ()
+
+
+def test_files_that_are_made_up_are_refused(tmp_path: Path) -> None:
+    patch, file = random_patch(build("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
+    patch.save(file)
+    header, tensors = read(file)
+    wrong = {"method": 3, "tokenizer": [], "front": [1, 2], "report": {"steps": 3}}
+    for name, value in wrong.items():
+        write(file, header | {name: value}, tensors)
+        with pytest.raises(PatchFormatError, match=f"expected .*{name}"):
+            StaticPatch.load(file)
+    name = "model.layers.0.mlp.up_proj.u"
+    for change in ({f"{name}.u": IDS}, {name: tensors[name][0].clone()}, {name: IDS}):
+        write(file, header, tensors | change)
+        with pytest.raises(PatchFormatError, match="expected"):
+            StaticPatch.load(file)
 
 
 def test_a_patch_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
