@@ -21,7 +21,8 @@ from regression_models import (
 )
 from torch import Tensor, nn
 
-from icl_patch.analysis.dynamics import Factorisation, LowRank, Trajectory
+from icl_patch.analysis.dynamics import Factorisation, Trajectory
+from icl_patch.patch.low_rank import LowRank
 
 # Seeds of the drawn tasks, apart from that of the weights and the training.
 _VALIDATION, _TRIALS, _CHOICE = 1001, 1002, 1003
@@ -182,7 +183,7 @@ def dynamics(block: Block, tasks: Tasks) -> Trajectory:
     """
     z_ctx = block.layer.prefixes(tasks.context, tasks.query).transpose(0, 1)
     u, v = rank_one(block.first, z_ctx, z_ctx[:1])
-    return Trajectory.of(u, v.expand_as(z_ctx))
+    return Trajectory(LowRank(u.unsqueeze(-2), v.expand_as(z_ctx).unsqueeze(-2)))
 
 
 @torch.no_grad()

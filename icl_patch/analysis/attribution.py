@@ -9,7 +9,8 @@ from torch import Tensor
 from icl_patch.analysis.dynamics import Trajectory
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
+from icl_patch.patch.low_rank import LowRank
+from icl_patch.patch.parameter_changes import parameter_changes
 from icl_patch.recording.attached_model import HasAttachedModel
 from icl_patch.recording.sequences import assemble
 
@@ -125,23 +126,18 @@ def _relative_changes(whole: ContextPatch, part: ContextPatch) -> Tensor:
             parameter_changes(block.spec, after),
             strict=True,
         ):
-            size, difference = _size_and_difference(old, new)
+            size, difference = _size_and_difference(old.low_rank(), new.low_rank())
             ratio = difference / torch.where(size > 0, size, 1.0)
             ratios.append(torch.where(size > 0, ratio, torch.nan))
         blocks.append(torch.stack(ratios).nanmean(0).nan_to_num(nan=0.0))
     return torch.stack(blocks, 1).cpu()
 
 
-def _size_and_difference(old: ParameterChange, new: ParameterChange) -> tuple[Tensor, Tensor]:
+def _size_and_difference(old: LowRank, new: LowRank) -> tuple[Tensor, Tensor]:
     """``sqrt(Σ_t ‖ΔW_t‖²)`` and the same of the differences: (rows,) each."""
-    factors = (change.in_slots() for change in (old, new))
-    u, v = (
-        None if whole is None or part is None else torch.stack([whole.expand_as(part), part])
-        for whole, part in zip(*factors, strict=True)
-    )
-    assert u is not None
     index = None
     if old.index is not None and new.index is not None:
         index = torch.stack([old.index.expand_as(new.index), new.index])
-    pair = Trajectory.of(u, v, index)
+    u, v = (torch.stack([a.expand_as(b), b]) for a, b in ((old.u, new.u), (old.v, new.v)))
+    pair = Trajectory(LowRank(u, v, index))
     return pair.norms()[0].norm(dim=-1), pair.step_norms()[0].norm(dim=-1)

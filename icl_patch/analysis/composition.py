@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from icl_patch.analysis.dynamics import LowRank, Trajectory, named_changes
+from icl_patch.analysis.dynamics import named_changes
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.parameter_changes import ParameterChange
+from icl_patch.patch.low_rank import LowRank
 
 
 def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, 
             )
     found = {}
     for named in zip(*map(named_changes, (whole, *parts)), strict=True):
-        first, *others = (_low_rank(change) for _, change in named)
+        first, *others = (change.low_rank() for _, change in named)
         slots = [first, *(LowRank(-other.u, other.v, other.index) for other in others)]
         indices = [low.index for low in slots if low.index is not None]
         rest = LowRank(
@@ -42,8 +42,3 @@ def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, 
         )
         found[named[0][0]] = rest.norm() / first.norm()
     return found
-
-
-def _low_rank(change: ParameterChange) -> LowRank:
-    """With its slots: u (B, T, R, N)."""
-    return Trajectory.of(*change.in_slots(), change.index).changes

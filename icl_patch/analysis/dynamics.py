@@ -1,8 +1,7 @@
 """The implicit learning dynamics of a context: how the weights change as it grows token by token,
 or is absorbed token by token.
 
-A change of a weight is stored as the vectors of ``Σ_r u_r v_rᵀ`` alone; norms, inner products and
-products with a vector are computed from these.
+A change of a weight is stored as the vectors of ``Σ_r u_r v_rᵀ`` alone.
 
 Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
 """
@@ -10,7 +9,6 @@ Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,76 +17,11 @@ from icl_patch import ops
 from icl_patch.models import kv_cache
 from icl_patch.models.language_model import check_vocabulary
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel, HasAttachedModel
 from icl_patch.recording.sequences import Sequences, assemble, switches
-
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """``M = Σ_r u_r v_rᵀ`` for any leading dimensions, stored as the vectors. All arithmetic is in
-    fp64.
-
-    Attributes:
-        u, v: (..., R, N) and (..., R, K).
-        index: (..., R) int64, the expert of each slot, if M stands for the matrices of several
-            experts.
-    """
-
-    u: Tensor
-    v: Tensor
-    index: Tensor | None = None
-
-    def __getitem__(self, place: Any) -> "LowRank":
-        """A part along the leading dimensions; None adds one."""
-        return LowRank(
-            self.u[place], self.v[place], None if self.index is None else self.index[place]
-        )
-
-    def inner(self, other: "LowRank") -> Tensor:
-        """The Frobenius inner product ``<M, M'> = Σ_rs (u_r·u'_s)(v_r·v'_s)``: (...), leading
-        dimensions broadcast.
-        """
-        # (..., R, R')
-        products = (self.u.double() @ other.u.double().mT) * (self.v.double() @ other.v.double().mT)
-        if self.index is not None and other.index is not None:
-            products = torch.where(
-                self.index.unsqueeze(-1) == other.index.unsqueeze(-2), products, 0.0
-            )
-        return products.sum((-2, -1))
-
-    def norm(self) -> Tensor:
-        """``‖M‖_F``: (...). Of a matrix of rank 1 it is the spectral norm too."""
-        return self.inner(self).clamp(min=0).sqrt()
-
-    def cosine(self, other: "LowRank") -> Tensor:
-        """``<M, M'> / (‖M‖ ‖M'‖)``: (...); NaN where one of them is 0."""
-        return self.inner(other) / (self.norm() * other.norm())
-
-    def on(self, z: Tensor) -> Tensor:
-        """``M z = Σ_r (v_r·z) u_r``: z (..., K) -> (..., N).
-
-        Raises:
-            ValueError: this stands for several matrices.
-        """
-        if self.index is not None:
-            raise ValueError("expected the change of one matrix, got those of several experts")
-        coeff = self.v.double() @ z.double().unsqueeze(-1)  # (..., R, 1)
-        return (coeff * self.u.double()).sum(-2)
-
-    def against(self, weight: Tensor) -> Tensor:
-        """``<M, W> = trace(Mᵀ W) = Σ_r u_r·(W v_r)``: W (..., N, K), of experts (E, N, K) ->
-        (...).
-        """
-        weight, v = weight.double(), self.v.double()
-        if self.index is None:
-            return ((v @ weight.mT) * self.u.double()).sum((-2, -1))
-        total = torch.zeros_like(self.u[..., 0, 0], dtype=torch.float64)
-        for expert in self.index.unique().tolist():
-            products = ((v @ weight[expert].mT) * self.u.double()).sum(-1)
-            total += torch.where(self.index == expert, products, 0.0).sum(-1)
-        return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +37,6 @@ class Trajectory:
     """
 
     changes: LowRank
-
-    @classmethod
-    def of(cls, u: Tensor, v: Tensor | None = None, index: Tensor | None = None) -> "Trajectory":
-        """The trajectory of ``u_i v_iᵀ``: u (n + 1, ..., N), v (n + 1, ..., K) or None; of experts
-        with k slots, index (n + 1, ..., k).
-        """
-        v = torch.ones_like(u[..., :1]) if v is None else v
-        return cls(
-            LowRank(u.unsqueeze(-2), v.unsqueeze(-2)) if index is None else LowRank(u, v, index)
-        )
 
     def norms(self) -> Tensor:
         """``‖W_i - W_0‖_F``: (n + 1, ...) fp64."""
@@ -193,7 +116,7 @@ class Dynamics:
             ValueError: the patches change no such parameter.
         """
         changes = [
-            change
+            change.low_rank()
             for patch in self.patches
             for name, change in named_changes(patch)
             if name == parameter
@@ -203,16 +126,11 @@ class Dynamics:
                 f"expected one of the changed parameters {', '.join(self.parameters)}, got"
                 f" {parameter!r}"
             )
-        pairs: list[Any] = [change.in_slots() for change in changes]
-        u, v = (None if xs[0] is None else torch.stack(xs) for xs in zip(*pairs, strict=True))
-        assert u is not None
+        u = torch.stack([change.u for change in changes])
         u[0] = 0
-        indices: list[Any] = [change.index for change in changes]
-        return Trajectory.of(u, v, None if indices[0] is None else torch.stack(indices))
-
-    def step_norms(self) -> dict[str, Tensor]:
-        """``‖W_{i+1} - W_i‖_F`` of every changed parameter: (n, B, T) fp64."""
-        return {name: self.trajectory(name).step_norms() for name in self.parameters}
+        index = [change.index for change in changes if change.index is not None]
+        v = torch.stack([change.v for change in changes])
+        return Trajectory(LowRank(u, v, torch.stack(index) if index else None))
 
 
 def named_changes(patch: ContextPatch) -> Iterator[tuple[str, ParameterChange]]:
@@ -311,10 +229,6 @@ class Factorisation:
         """
         return ops.read_direction(self.inputs[1:])[0]
 
-    def rates(self) -> Tensor:
-        """``h_i``: (n, ...)."""
-        return self.directions.square().sum(-1)
-
     def determinants(self) -> Tensor:
         """``det(1 + h_i A_i) = z_{i-1}·z_i / ‖z_i‖²``: (n, ...). The factor has an inverse where it
         is not 0.
@@ -369,10 +283,11 @@ def factorise(
     """
     if kept_ids.shape[1:] != (1,):
         raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
+    stops = range(1, context_ids.shape[1] + 1)
+    parts = [assemble(context_ids, kept_ids, absorbed=[(0, stop)]) for stop in stops]
     inputs = []
-    for stop in range(context_ids.shape[1] + 1):
-        whole = assemble(context_ids, kept_ids, absorbed=[(0, max(stop, 1))])
-        patch = patcher.attached_model.compute(whole if stop else _nothing_absorbed(whole)).patch
+    for part in (_nothing_absorbed(torch.cat([context_ids, kept_ids], 1)), *parts):
+        patch = patcher.attached_model.compute(part).patch
         factors = patch.layers[layer]
         if "readers.v" not in factors:
             raise ValueError(
@@ -384,15 +299,15 @@ def factorise(
     return Factorisation(v / v.square().sum(-1, keepdim=True))
 
 
-def _nothing_absorbed(sequences: Sequences) -> Sequences:
-    """The same tokens, all of them kept."""
-    head, tail = sequences.head_ids.shape[1], torch.zeros_like(sequences.head_absorbed[0])
-    return replace(
-        sequences,
-        head_ids=sequences.head_ids[:, :0],
-        head_mask=sequences.head_mask[:, :0],
-        head_absorbed=sequences.head_absorbed[:, :0],
-        tail_ids=torch.cat([sequences.head_ids, sequences.tail_ids], 1),
-        tail_mask=torch.cat([sequences.head_mask, sequences.tail_mask], 1),
-        tail_absorbed=torch.cat([tail[:head], sequences.tail_absorbed]),
+def _nothing_absorbed(ids: Tensor) -> Sequences:
+    """Ids (B, T) that are all kept."""
+    absorbed = torch.zeros_like(ids, dtype=torch.bool)
+    nothing = absorbed[:, :0]
+    return Sequences(
+        head_ids=ids[:, :0],
+        head_mask=nothing,
+        head_absorbed=nothing,
+        tail_ids=ids,
+        tail_mask=~absorbed,
+        tail_absorbed=absorbed[0],
     )

@@ -7,7 +7,8 @@ transpose of its ``W``.
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,18 +34,14 @@ class UncentredLayerNorm(nn.Module):
     transformers", the new LN.
     """
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, eps: float) -> None:
         super().__init__()
-        self.width, self.eps = width, eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n) -> (..., n)."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * torch.rsqrt(wide.var(-1, correction=0, keepdim=True) + self.eps)).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        """The width and the eps."""
-        return f"{self.width}, eps={self.eps}"
 
 
 @dataclass(frozen=True)
@@ -113,10 +110,7 @@ class Folding:
     def _undo_down_to(self, count: int) -> None:
         while len(self._undo) > count:
             holder, name, original, value = self._undo.pop()
-            if isinstance(original, nn.Parameter) and (original.device, original.dtype) != (
-                value.device,
-                value.dtype,
-            ):
+            if isinstance(original, nn.Parameter):
                 original.data = original.data.to(value.device, value.dtype)
             holder[name] = original
 
@@ -132,7 +126,7 @@ class Folding:
         for path in norm.readers:
             self._fold_reader(self.model.get_submodule(path), scale, bias, norm.form.centred)
         if norm.form.centred:
-            uncentred = UncentredLayerNorm(len(weight), norm.form.eps).train(module.training)
+            uncentred = UncentredLayerNorm(norm.form.eps).train(module.training)
             for parent in list(self.model.modules()):
                 for name, child in list(parent._modules.items()):
                     if child is module:
@@ -172,9 +166,7 @@ class Folding:
 
 @torch.inference_mode(False)  # what is made here can be trained elsewhere
 @torch.no_grad()
-def fold(
-    model: PreTrainedModel, norms: Iterable[str] | None = None, *, untie: bool = False
-) -> Folding:
+def fold(model: PreTrainedModel) -> Folding:
     """Fold norms into the linear maps that follow: the model computes the same, with ``LN(x) =
     x/σ(x)``, ``RMSNorm(x) = x/rms(x)``.
 
@@ -203,22 +195,18 @@ def fold(
       (post-LN models), by rotary embeddings, by a linear map that has other inputs;
     - a norm that does not run, or that is none of the formulas above;
     - a reader that shares its weight with another module, such as a tied output embedding: folding
-      would make the two drift apart;
+      would make the two drift apart (untie them first);
     - a reader with a quantised weight.
 
     Args:
         model: a causal language model in eval mode, without a patcher attached.
-        norms: paths of the norms to fold; by default every one that can be.
-        untie: give a reader with a shared weight a weight of its own instead of refusing, until the
-            model is restored.
 
     Returns:
         The folding, a context manager.
 
     Raises:
-        UnsupportedModelError: a norm that was asked for cannot be folded, or none can.
-        ValueError: there is no module at a given path, the model is training, or a patcher is
-            attached.
+        UnsupportedModelError: no norm can be folded.
+        ValueError: the model is training, or a patcher is attached.
 
     Source: "Folding weights in transformers", Reformulating LayerNorm and Self-Attention.
     """
@@ -226,18 +214,14 @@ def fold(
     if model.training:
         raise ValueError("expected a model in eval mode, got one that is training")
     candidates = [path for path, module in model.named_modules() if _is_norm(module)]
-    asked = candidates if norms is None else list(norms)
-    for path in asked:
-        if path not in candidates:
-            raise ValueError(f"expected the path of a norm with a weight and an eps, got {path!r}")
     ids = random_tokens(model, 7, seed=0)
     expected, readers = _run_and_watch(model, ids, candidates)
     folding = Folding(model)
-    tied = {} if untie else _tied(model)
+    tied = _tied(model)
     try:
         for path in candidates:
             form, reads = norm_form(model.get_submodule(path)), readers.get(path)
-            reason = _reason(model, reads, form, tied) if path in asked else "it was not asked for"
+            reason = _reason(model, reads, form, tied)
             if reason is None and form is not None and reads is not None:
                 made = len(folding._undo)
                 folding._fold(norm := FoldedNorm(path, form, tuple(reads)))
@@ -248,11 +232,10 @@ def fold(
                 folding._undo_down_to(made)
                 reason = f"the model computes something else with it folded, {float(error):.1e} off"
             folding.refused[path] = str(reason)
-        refused = [f"{path}: {folding.refused[path]}" for path in asked if path in folding.refused]
-        if (norms is not None and refused) or not folding.folded:
+        if not folding.folded:
+            refused = "; ".join(f"{path}: {why}" for path, why in folding.refused.items())
             raise UnsupportedModelError(
-                f"{type(model).__name__} has norms that cannot be folded:"
-                f" {'; '.join(refused) or 'it has no norms'}"
+                f"{type(model).__name__} has no norm that can be folded: {refused or 'it has none'}"
             )
     except BaseException:
         folding.restore()
@@ -279,25 +262,21 @@ def _run_and_watch(
         if norm is not None and x.shape[-1] == output.shape[-1] and path not in readers[norm]:
             readers[norm].append(path)
 
-    handles: list[Any] = []
-    try:
+    with ExitStack() as hooks:
         for path, module in model.named_modules():
             if path in norms:
                 noting = functools.partial(note_output, path)
-                handles.append(module.register_forward_hook(noting))
+                hooks.callback(module.register_forward_hook(noting).remove)
             elif isinstance(module, LINEAR):
                 reading = functools.partial(note_reader, path)
-                handles.append(module.register_forward_pre_hook(reading))
+                hooks.callback(module.register_forward_pre_hook(reading).remove)
         return model(input_ids=ids, use_cache=False).logits, readers
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
 def norm_form(norm: nn.Module) -> NormForm | None:
-    """How a norm computes: the formula that comes closest on random numbers, or None if that is off
-    by more than rounding.
+    """How a norm computes: the formula that gives its output on random numbers up to rounding, or
+    None.
     """
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), _eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
@@ -307,19 +286,17 @@ def norm_form(norm: nn.Module) -> NormForm | None:
         output = norm(x).double()
     except TypeError:  # it has other inputs too, such as a gate
         return None
-    errors: dict[NormForm, float] = {}
+    # the sums in fp32; and in the dtype the normalised x, the scale, their product and the bias
+    limit = 16 * torch.finfo(torch.float32).eps + 4 * torch.finfo(weight.dtype).eps
     for centred, offset in itertools.product((False, True), (0.0, 1.0)):
         wide = x.double()
         wide = wide - wide.mean(-1, keepdim=True) if centred else wide
         rms = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
         expected = wide / rms * (offset + weight.double())
         expected = expected if bias is None else expected + bias.double()
-        error = (output - expected).abs().max() / expected.abs().max()
-        errors[NormForm(centred, offset, eps)] = float(error)
-    # the sums in fp32; and in the dtype the normalised x, the scale, their product and the bias
-    limit = 16 * torch.finfo(torch.float32).eps + 4 * torch.finfo(weight.dtype).eps
-    form = min(errors, key=lambda form: errors[form])
-    return form if errors[form] <= limit else None
+        if (output - expected).abs().max() <= limit * expected.abs().max():
+            return NormForm(centred, offset, eps)
+    return None
 
 
 def _eps(norm: nn.Module) -> float | None:

@@ -170,18 +170,12 @@ def _check(
     b_VO``.
     """
     recorded: list[Tensor] = []
-    handles = [
+    with (
         value.register_forward_pre_hook(lambda _module, args: recorded.append(args[0])),
         output.register_forward_hook(lambda _module, _args, out: recorded.append(out)),
-    ]
-    try:
-        model(
-            input_ids=torch.ones(1, 1, dtype=torch.long, device=input_device(model)),
-            use_cache=False,
-        )
-    finally:
-        for handle in handles:
-            handle.remove()
+    ):
+        one = torch.ones(1, 1, dtype=torch.long, device=input_device(model))
+        model(input_ids=one, use_cache=False)
     if len(recorded) == 2:
         x, y = (tensor.flatten().to(factors.value) for tensor in recorded)
         expected = torch.einsum("d,hdk,hke->e", x, factors.value, factors.output) + factors.bias

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import stat
@@ -11,16 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_MARK = ".icl-patch-"  # begins the names of temporary files
+_MARK = ".icl-patch-"  # begins the names of temporary files, which are short
 
 
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
     """Write the parts, one after the other, to ``path``: whole or not at all.
 
     They go to a temporary file beside it, which then takes the file's name. Of a symbolic link the
-    file that it points to is replaced. A replaced file keeps its permissions. Temporary files that
-    killed processes left for the same path are removed; those of running processes stay, because a
-    process holds a lock on the one that it writes (where the file system has locks).
+    file that it points to is replaced. A replaced file keeps its permissions. A process that is
+    killed leaves its temporary file behind.
 
     Raises:
         OSError: the file cannot be written, or the path is neither a regular file nor free.
@@ -33,8 +31,7 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memor
 
 def _write(target: Path, parts: Iterable[bytes | memoryview]) -> None:
     permissions = _permissions(target)
-    remove_leftovers(target.parent, _prefix(target))
-    # The owner can write, so that a leftover can be locked and removed.
+    # the owner can write, so that what is left behind can be locked and removed
     mode = 0o666 if permissions is None else permissions | stat.S_IWUSR
     temporary, file = _open_temporary(target, mode)
     with file:
@@ -64,32 +61,23 @@ def _permissions(target: Path) -> int | None:
     return stat.S_IMODE(mode)
 
 
-def _prefix(target: Path) -> str:
-    """How the names of the target's temporary files begin; short, however long its own name is."""
-    return f"{_MARK}{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
-
-
-def remove_leftovers(folder: Path, prefix: str = _MARK) -> None:
-    """Remove the temporary files that killed processes left in a folder."""
-    for leftover in folder.glob(f"{prefix}*"):
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files that killed processes left in a folder; a running process holds a
+    lock on the one that it writes. Without locks in the file system they stay.
+    """
+    for leftover in folder.glob(f"{_MARK}*"):
         with suppress(OSError), leftover.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process writes
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
 
 
 def _open_temporary(target: Path, mode: int) -> tuple[Path, BinaryIO]:
     """A new file beside the target, locked."""
     while True:
-        temporary = target.with_name(_prefix(target) + secrets.token_hex(8))
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        file = os.fdopen(descriptor, "wb")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process takes it for a leftover and removes it
-            file.close()
-            continue
-        except OSError:  # the file system has no locks, so nobody removes leftovers
-            pass
+        temporary = target.with_name(_MARK + secrets.token_hex(8))
+        file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return temporary, file
-        file.close()  # it was removed before it was locked
+        file.close()  # another process removed it before it was locked

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from icl_patch.models.block_spec import BlockSpec, Writer
+from icl_patch.patch.low_rank import LowRank
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +37,17 @@ class ParameterChange:
 
     def size(self) -> Tensor:
         """``‖u‖ ‖v‖``, ``‖Δb‖`` or ``‖Δm‖``: (B, T)."""
-        size = self.u.norm(dim=-1)
-        if self.index is not None:
-            u, v = self.in_slots()
-            size = u.norm(dim=-1) if v is None else u.norm(dim=-1) * v.norm(dim=-1)
-            return size.norm(dim=-1)
-        return size if self.v is None else size * self.v.norm(dim=-1)
+        u, v = self.in_slots()
+        size = u.norm(dim=-1) if v is None else u.norm(dim=-1) * v.norm(dim=-1)
+        return size if self.index is None else size.norm(dim=-1)
+
+    def low_rank(self) -> LowRank:
+        """``u vᵀ`` of B x T tokens, of experts with a slot for each; of a vector with ``v = 1``."""
+        u, v = self.in_slots()
+        v = torch.ones_like(u[..., :1]) if v is None else v
+        if self.index is None:
+            u, v = u.unsqueeze(-2), v.unsqueeze(-2)
+        return LowRank(u, v, self.index)
 
     def in_slots(self) -> tuple[Tensor, Tensor | None]:
         """``u`` and ``v``; those of experts with a slot for each: (B, T, k, ·)."""

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from icl_patch.patch.atomic_file import write_atomically
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+_PREFIX = "base_model.model."
 # The values that vLLM allows for max_lora_rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -66,8 +65,8 @@ def write_peft(
     tensors = {}
     for path, (u, v) in factors.items():
         u, v = (torch.nn.functional.pad(x.float().cpu(), (0, 0, 0, rank - len(x))) for x in (u, v))
-        tensors[f"{PREFIX}{path}.lora_A.weight"] = v.contiguous()
-        tensors[f"{PREFIX}{path}.lora_B.weight"] = u.T.contiguous()
+        tensors[f"{_PREFIX}{path}.lora_A.weight"] = v.contiguous()
+        tensors[f"{_PREFIX}{path}.lora_B.weight"] = u.T.contiguous()
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -81,11 +80,11 @@ def write_peft(
         "target_modules": sorted(factors),
     }
     if scales:
-        tensors |= {f"{PREFIX}{path}.weight": x.float().cpu() for path, x in scales.items()}
+        tensors |= {f"{_PREFIX}{path}.weight": x.float().cpu() for path, x in scales.items()}
         config["modules_to_save"] = sorted(scales)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     content = safetensors.torch.save(tensors, {"format": "pt"})
-    write_atomically(target / WEIGHTS, [content])
-    write_atomically(target / CONFIG, [json.dumps(config, indent=2).encode()])
+    write_atomically(target / "adapter_model.safetensors", [content])
+    write_atomically(target / "adapter_config.json", [json.dumps(config, indent=2).encode()])
     return rank

@@ -171,17 +171,28 @@ def read_info(header: Header) -> PatchInfo:
             "expected kind one of per_token, got 'static': icl_patch.static.StaticPatch.load reads"
             " patches that are the same for all tokens"
         )
-    types: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
-    found: dict[str, Any] = {name: header.get(name) for name in types}
-    for name, kind in types.items():
-        if not isinstance(found[name], kind) or (kind is int and found[name] < 1):
-            least = " ≥ 1" if kind is int else ""
-            raise PatchFormatError(f"expected {name} of {kind}{least}, got {found[name]!r:.80}")
+    found = read_fields(header, PatchInfo)
     for name, allowed in _ALLOWED.items():
         if found[name] not in allowed:
             got = f"{found[name]!r:.80}"
             raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {got}")
     return PatchInfo(**found)
+
+
+def read_fields(header: Header, kind: type, *others: str) -> dict[str, Any]:
+    """The header's entries for the fields of a dataclass but some others; raises PatchFormatError
+    for one of another type.
+    """
+    found = {}
+    for entry in fields(kind):
+        if entry.name in others:
+            continue
+        expected: Any = entry.type
+        found[entry.name] = value = header.get(entry.name)
+        if not isinstance(value, expected) or (expected is int and value < 1):
+            least = " ≥ 1" if expected is int else ""
+            raise PatchFormatError(f"expected {entry.name} of {expected}{least}, got {value!r:.80}")
+    return found
 
 
 def read_tokens(header: Header) -> dict[str, Tensor]:
@@ -305,11 +316,13 @@ def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
         if is_on_another_rank(model, block.path):
             continue
         for change in parameter_changes(block.spec, layer):
-            _check_change(block.path_of(change.name), change, model)
+            check_change(block.path_of(change.name), change, model)
 
 
-def _check_change(path: str, change: ParameterChange, model: PreTrainedModel) -> None:
-    """Widths of a change, and the experts it is for."""
+def check_change(path: str, change: ParameterChange, model: PreTrainedModel) -> None:
+    """Raises PatchFormatError unless the model has the module, and the widths and the experts of a
+    change fit its parameter.
+    """
     holder, _, name = (path, "", change.parameter) if change.index is None else path.rpartition(".")
     try:
         parameter = getattr(model.get_submodule(holder), name, None)

@@ -11,14 +11,12 @@
     patch.to_peft("adapter", model)  # a LoRA for PEFT and vLLM
 """
 
+from icl_patch.patch.low_rank import LowRank
 from icl_patch.static.examples import Example, documents, examples, front, preserved_texts
 from icl_patch.static.fit import Plan, fit
-from icl_patch.static.low_rank import LowRank
 from icl_patch.static.matrices import PARTS
-from icl_patch.static.peft_import import from_peft
-from icl_patch.static.report import StaticReport
-from icl_patch.static.static_patch import RowMap, StaticInfo, StaticPatch, applied, mean
-from icl_patch.static.targets import Quality
+from icl_patch.static.static_patch import StaticInfo, StaticPatch, mean
+from icl_patch.static.targets import Quality, StaticReport
 from icl_patch.static.training import Distillation
 
 __all__ = [
@@ -28,15 +26,12 @@ __all__ = [
     "LowRank",
     "Plan",
     "Quality",
-    "RowMap",
     "StaticInfo",
     "StaticPatch",
     "StaticReport",
-    "applied",
     "documents",
     "examples",
     "fit",
-    "from_peft",
     "front",
     "mean",
     "preserved_texts",

@@ -1,6 +1,6 @@
 """Examples of a context's effect: prompts with the context, the same without it, and answers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -161,12 +161,6 @@ def preserved_texts() -> list[str]:
     """A hundred short texts of many kinds, which come with the package."""
     content = files("icl_patch.static").joinpath("preserved_texts.txt").read_text(encoding="utf-8")
     return content.strip().split("\n\n")
-
-
-def common_front(rows: Iterable[Tokens]) -> Tokens:
-    """The one token with which all rows of ids begin, if there is one."""
-    first = {row[0] for row in rows}
-    return tuple(first) if len(first) == 1 else ()
 
 
 @torch.no_grad()

@@ -21,23 +21,21 @@ from icl_patch.errors import HarmfulPatchError, StaticPatchWarning, UnsupportedM
 from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.language_model import layers_of, text_config, vocabulary
 from icl_patch.models.prompts import Tokens
+from icl_patch.patch.low_rank import LowRank
 from icl_patch.recording.attached_model import check_training
 from icl_patch.static.examples import (
     ROW_TOKENS,
     Example,
     answered,
     check_row,
-    common_front,
     documents,
     ends_of,
     preserved_texts,
 )
-from icl_patch.static.low_rank import LowRank
 from icl_patch.static.matrices import Matrix, find_matrices
-from icl_patch.static.report import StaticReport
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 from icl_patch.static.student import Student
-from icl_patch.static.targets import LOGITS, measure, targets_of, targets_of_texts
+from icl_patch.static.targets import LOGITS, StaticReport, measure, targets_of, targets_of_texts
 from icl_patch.static.training import (
     HARMFUL_KL,
     Checkpoint,
@@ -282,7 +280,7 @@ def _factors_of(
 class _Rows:
     """Answered examples and texts, to fit and held out.
 
-    repeated: how many examples are given twice. endless: the model's own answers that did not end.
+    endless: how many of the model's own answers did not end.
     """
 
     fitted: list[Example]
@@ -290,7 +288,6 @@ class _Rows:
     fitted_texts: list[Tokens]
     held_texts: list[Tokens]
     front: Tokens
-    repeated: int
     endless: int
 
 
@@ -316,7 +313,6 @@ def _split(
         raise ValueError(
             f"expected held-out prompts that are not among the examples, got {known} that are"
         )
-    repeated = len(fitted) - len({(x.with_context, x.without) for x in fitted})
     endless = sum(
         given.answer is None and (x.answer or ())[-1] not in ends_of(model, x.end)
         for given, x in zip((*examples, *held_out), asked, strict=True)
@@ -329,8 +325,9 @@ def _split(
     every = min(_HELD_OUT_OF, max(len(own), 2))
     held_texts = own[every - 1 :: every]
     fitted_texts = [x for i, x in enumerate(own) if i % every != every - 1]
-    front = common_front([ids for x in asked for ids in (x.with_context, x.without)])
-    return _Rows(fitted, held, fitted_texts, held_texts, front, repeated, endless)
+    first = {ids[0] for x in asked for ids in (x.with_context, x.without)}
+    front = tuple(first) if len(first) == 1 else ()
+    return _Rows(fitted, held, fitted_texts, held_texts, front, endless)
 
 
 def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
@@ -340,8 +337,6 @@ def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
         found.append(
             "one question: nothing is held out, so whether the patch answers any other is not known"
         )
-    if rows.repeated:
-        found.append(f"{rows.repeated} questions are given twice, and count twice")
     if not rows.held_texts:
         found.append(
             "no texts to preserve are held out, so whether the patch changes answers to other"

@@ -36,8 +36,7 @@ class Matrix:
 def find_matrices(
     model: PreTrainedModel, parts: Iterable[str], first_block: int = 0
 ) -> list[Matrix]:
-    """The matrices of some of :data:`PARTS` in the blocks from one on, by default in the last two
-    thirds of the blocks.
+    """The matrices of some of :data:`PARTS` in the blocks from one on.
 
     Raises:
         ValueError: a part that is not in :data:`PARTS`, none, or a block that the model lacks.

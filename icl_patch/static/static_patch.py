@@ -2,9 +2,9 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import FingerprintMismatch, PatchFormatError, StaticPatchWarning
-from icl_patch.layers.device_hooks import device_of, input_device
+from icl_patch.layers.device_hooks import device_of
+from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.language_model import family_of
@@ -25,12 +26,18 @@ from icl_patch.patch.fingerprints import (
     tokenizer_fingerprint,
     weight_fingerprint,
 )
+from icl_patch.patch.low_rank import LowRank
+from icl_patch.patch.parameter_changes import ParameterChange
 from icl_patch.patch.peft_export import write_peft
-from icl_patch.patch.serialization import check_finite, file_parts, read_file
-from icl_patch.static.low_rank import LowRank
+from icl_patch.patch.serialization import (
+    check_change,
+    check_finite,
+    file_parts,
+    read_fields,
+    read_file,
+)
 from icl_patch.static.matrices import check_whole
-from icl_patch.static.report import StaticReport
-from icl_patch.static.static_linear import StaticLinear, padded
+from icl_patch.static.targets import StaticReport
 
 KIND = "static"
 _FRONT = """\
@@ -45,10 +52,10 @@ class StaticInfo:
     """The model and the fit that a static patch comes from.
 
     model: the name or path the model was loaded from; fingerprint: SHA-256 of its weights, None if
-    it is not known (of an imported LoRA); tokenizer: SHA-256 of the tokenizer, None if there was
-    none; family: of the model; method: "distill" or how else the patch was made; front: the id with
-    which every prompt of the fit began, in a tuple, and with which prompts are to begin; () if it
-    is not known; dtype: of the model, as "torch.float32", None if it is not known.
+    it is not known; tokenizer: SHA-256 of the tokenizer, None if there was none; family: of the
+    model; method: "distill" or how else the patch was made; front: the id with which every prompt
+    of the fit began, in a tuple, and with which prompts are to begin; () if it is not known; dtype:
+    of the model, as "torch.float32", None if it is not known.
     """
 
     model: str
@@ -86,7 +93,7 @@ class StaticPatch:
     Attributes:
         info: the model and the fit that it comes from.
         changes: path of the module in the model -> its change, u (R, N) and v (R, K) fp32.
-        report: the measurements of the fit; None for patches that were combined or imported.
+        report: the measurements of the fit; None for patches that were combined.
     """
 
     info: StaticInfo
@@ -101,7 +108,7 @@ class StaticPatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all factors."""
-        return sum(change.nbytes for change in self.changes.values())
+        return sum(change.u.nbytes + change.v.nbytes for change in self.changes.values())
 
     def __repr__(self) -> str:
         return (
@@ -121,7 +128,9 @@ class StaticPatch:
         changes = dict(self.changes)
         for path, change in other.changes.items():
             own = changes.get(path)
-            changes[path] = change if own is None else _stacked(path, own, change)
+            if own is not None:
+                change = LowRank(torch.cat([own.u, change.u]), torch.cat([own.v, change.v]))
+            changes[path] = change
         fronts = {patch.info.front for patch in (self, other)} - {()}
         front = fronts.pop() if len(fronts) == 1 else ()
         return StaticPatch(replace(self.info, method="combination", front=front), changes)
@@ -169,9 +178,11 @@ class StaticPatch:
             TypeError: a module is patched already.
         """
         self.check_model(model)
-        with _swapped(model, self.changes) as modules, ExitStack() as stack:
-            for path, change in self._on(model).items():
-                modules[path].set_pool(change.u.unsqueeze(0), change.v.unsqueeze(0))
+        with ExitStack() as stack:
+            for path, change in self.changes.items():
+                module = swap(model, path, PatchedLinear)
+                stack.callback(restore, (model,), module)
+                _set(module, change)
             if check_front and self.info.front:
                 stack.enter_context(_checked_front(model, self.info.front[0]))
             yield model
@@ -189,9 +200,9 @@ class StaticPatch:
         self.check_model(model)
         self._check_own_weights(model)
         changed = []
-        for path, change in self._on(model).items():
-            linear = StaticLinear(model.get_submodule(path))
-            linear.set_pool(change.u.unsqueeze(0), change.v.unsqueeze(0))
+        for path, change in self.changes.items():
+            linear = PatchedLinear(model.get_submodule(path))
+            _set(linear, change)
             changed.append((linear.base_layer, linear.merge()))
         for module, merged in changed:
             module.load_state_dict(merged.state_dict())
@@ -216,12 +227,6 @@ class StaticPatch:
                     f" {' and '.join(holders)} share: use applied, or untie them"
                 )
 
-    def _on(self, model: PreTrainedModel) -> dict[str, LowRank]:
-        return {
-            path: change.to(device_of(model.get_submodule(path)))
-            for path, change in self.changes.items()
-        }
-
     # -- check against a model
 
     def check_model(self, model: PreTrainedModel) -> None:
@@ -230,8 +235,17 @@ class StaticPatch:
         patched already.
         """
         check_whole(model)
+        modules = dict(model.named_modules(remove_duplicate=False))
         for path, change in self.changes.items():
-            _check_change(model, path, change)
+            module = modules.get(path)
+            if isinstance(module, PatchedModule):
+                raise TypeError(
+                    f"expected a model without patched modules, got {path} patched already: leave"
+                    " that context first, or add the patches"
+                )
+            transposed = isinstance(module, Conv1D)
+            as_factors = ParameterChange(path, "weight", change.u, change.v, transposed=transposed)
+            check_change(path, as_factors, model)
         info = self.info
         if info.fingerprint is not None:
             check_same_model(model, info.model, info.dtype, info.fingerprint)
@@ -320,67 +334,6 @@ class StaticPatch:
         return rank
 
 
-class RowMap:
-    """The number of the patch that each row of a batch uses; :meth:`set` changes it without another
-    trace.
-    """
-
-    def __init__(self, count: int, rows: Tensor) -> None:
-        self._count, self._rows = count, rows
-
-    def set(self, rows: Sequence[int]) -> None:
-        """Use patch ``rows[b]`` for row b of the batch from now on, -1 for none; one entry is for
-        all rows.
-
-        Raises:
-            ValueError: there is no such patch, or the number of entries changes.
-        """
-        if len(rows) != len(self._rows) or not set(rows) <= set(range(-1, self._count)):
-            raise ValueError(
-                f"expected {len(self._rows)} numbers from -1 to {self._count - 1}, got"
-                f" {list(rows)!s:.80}"
-            )
-        self._rows.copy_(torch.tensor(list(rows)))
-
-
-@contextmanager
-def applied(
-    model: PreTrainedModel, patches: Sequence[StaticPatch], rows: Sequence[int]
-) -> Iterator[RowMap]:
-    """Within this context each row of a batch computes with a patch of its own::
-
-        with applied(model, [french, german], rows=[0, 1, -1]) as row_map:
-            model.generate(...)      # three rows: French, German, unpatched
-            row_map.set([1, 1, 0])   # others, in the same memory: nothing is compiled again
-
-    Args:
-        model: the model of all patches.
-        patches: any number; a matrix that one of them does not change is unchanged in its rows.
-        rows: for each row of the batch the number of its patch, -1 for none; one entry for all.
-
-    Raises:
-        ValueError: there are no patches, or ``rows`` names one that there is not.
-        FingerprintMismatch, PatchFormatError, TypeError: as :meth:`StaticPatch.applied`.
-    """
-    if not patches or not rows:
-        raise ValueError(f"expected patches and rows, got {len(patches)} and {len(rows)}")
-    for patch in patches:
-        patch.check_model(model)
-    index = torch.zeros(len(rows), dtype=torch.int64, device=input_device(model))
-    row_map = RowMap(len(patches), index)
-    row_map.set(rows)
-    on_device = [patch._on(model) for patch in patches]
-    paths = dict.fromkeys(path for patch in patches for path in patch.changes)
-    fronts = {patch.info.front for patch in patches} - {()}
-    with _swapped(model, paths) as modules, ExitStack() as stack:
-        if len(fronts) == 1:
-            stack.enter_context(_checked_front(model, *fronts.pop()))
-        for path, module in modules.items():
-            pool = _pool([changes.get(path) for changes in on_device])
-            module.set_pool(*pool, index)
-        yield row_map
-
-
 @contextmanager
 def _checked_front(model: PreTrainedModel, front: int) -> Iterator[None]:
     """Within this context a call of the model on rows that begin otherwise gives a warning, the
@@ -408,29 +361,8 @@ def _checked_front(model: PreTrainedModel, front: int) -> Iterator[None]:
                 stacklevel=6,
             )
 
-    handle = model.register_forward_pre_hook(check, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(check, with_kwargs=True) as handle:
         yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _swapped(model: PreTrainedModel, paths: Mapping[str, Any]) -> Iterator[dict[str, StaticLinear]]:
-    with ExitStack() as stack:
-        modules = {}
-        for path in paths:
-            modules[path] = swap(model, path, StaticLinear)
-            stack.callback(restore, (model,), modules[path])
-        yield modules
-
-
-def _pool(changes: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:
-    """The changes of one matrix as u (P, R, N) and v (P, R, K); zeros where there is none."""
-    known = next(change for change in changes if change is not None)
-    empty = LowRank(known.u[:0], known.v[:0])
-    filled = [empty if change is None else change for change in changes]
-    return padded([change.u for change in filled]), padded([change.v for change in filled])
 
 
 def mean(patches: Sequence[StaticPatch]) -> StaticPatch:
@@ -448,49 +380,24 @@ def mean(patches: Sequence[StaticPatch]) -> StaticPatch:
     return (1 / len(patches)) * total
 
 
-def _stacked(path: str, one: LowRank, other: LowRank) -> LowRank:
-    if one.u.shape[1:] != other.u.shape[1:] or one.v.shape[1:] != other.v.shape[1:]:
-        raise PatchFormatError(f"expected changes of one matrix at {path}, got two shapes")
-    return LowRank(torch.cat([one.u, other.u]), torch.cat([one.v, other.v]))
-
-
-def _check_change(model: PreTrainedModel, path: str, change: LowRank) -> None:
-    try:
-        module = model.get_submodule(path)
-    except AttributeError as error:
-        raise PatchFormatError(f"expected modules that the model has, got {path}") from error
-    if isinstance(module, PatchedModule):
-        raise TypeError(
-            f"expected a model without patched modules, got {path} patched already: leave that"
-            " context first, or add the patches"
-        )
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
-        return  # a quantised module has no readable shape
-    shape = tuple(weight.shape[::-1] if isinstance(module, Conv1D) else weight.shape)
-    got = (change.u.shape[1], change.v.shape[1])
-    if got != shape:
-        raise PatchFormatError(f"expected u and v of widths {shape} for {path}, got {got}")
+def _set(module: PatchedLinear, change: LowRank) -> None:
+    """Let a module compute with a change, which goes to its device."""
+    device = device_of(module.base_layer)
+    u, v = (factor.to(device).unsqueeze(0) for factor in (change.u, change.v))
+    module.set_patch(u, v, shared=True)
 
 
 # -- reading a file
 
 
 def _read_info(header: dict[str, Any]) -> StaticInfo:
-    optional = ("fingerprint", "tokenizer", "dtype")
-    names = [entry.name for entry in fields(StaticInfo) if entry.name != "front"]
-    for name in names:
-        value = header.get(name)
-        if not (isinstance(value, str) or (value is None and name in optional)):
-            raise PatchFormatError(f"expected header entry {name!r} of text, got {value!r:.80}")
     front = header.get("front")
     if not isinstance(front, list) or len(front) > 1 or not all(type(x) is int for x in front):
         raise PatchFormatError(
             f"expected header entry 'front' of ids, got {front!r:.80}:"
             " fit a patch of an earlier version again"
         )
-    values: dict[str, Any] = {name: header.get(name) for name in names}
-    return StaticInfo(**values, front=tuple(front))
+    return StaticInfo(**read_fields(header, StaticInfo, "front"), front=tuple(front))
 
 
 def _read_report(header: dict[str, Any]) -> StaticReport | None:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,11 @@ class Target:
     asked: Tensor
     hidden: Tensor
     labels: Tokens
+
+
+def length_of(target: Target) -> int:
+    """The number of a row's ids."""
+    return len(target.ids)
 
 
 @torch.no_grad()
@@ -95,6 +101,66 @@ class Quality:
     questions: int
 
 
+@dataclass(frozen=True)
+class StaticReport:
+    """The measurements of a fit.
+
+    Attributes:
+        held_out: on questions that the patch was not fitted on; None if there were none.
+        without: the same questions without a patch.
+        preserved: on texts that it was not fitted on, beside the model itself; None if there were
+            none.
+        fitted: the number of questions that it was fitted on.
+        steps: of the optimiser; best_step: the one whose factors were taken.
+        seconds: of the fit; nbytes: of the patch.
+        warnings: what is not known of the patch, and why.
+    """
+
+    held_out: Quality | None
+    without: Quality | None
+    preserved: Quality | None
+    fitted: int
+    steps: int
+    best_step: int
+    seconds: float
+    nbytes: int
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "StaticReport":
+        """The report that :meth:`to_json` wrote."""
+        qualities = {
+            name: None if value[name] is None else Quality(**value[name])
+            for name in ("held_out", "without", "preserved")
+        }
+        return cls(**{**value, **qualities, "warnings": tuple(value["warnings"])})
+
+    def __str__(self) -> str:
+        lines = []
+        if self.held_out is not None and self.without is not None:
+            count = self.held_out.questions
+            lines.append(
+                f"{count} held-out question{'s' * (count > 1)}: KL {self.held_out.kl:.3f} nats a"
+                f" token (without a patch {self.without.kl:.3f}), whole answers as with the"
+                f" context {self.held_out.whole:.0%} ({self.without.whole:.0%})"
+            )
+        if self.preserved is not None:
+            lines.append(
+                f"{self.preserved.questions} preserved texts that were not fitted: KL"
+                f" {self.preserved.kl:.3f}"
+            )
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines.append(
+            f"{self.fitted} questions, {self.steps} steps, {self.seconds:.1f} s,"
+            f" {self.nbytes:,} bytes"
+        )
+        return "\n".join(lines)
+
+
 @torch.no_grad()
 def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
     """The quality on targets of the model as it is now, patched or not; None without any. Of texts
@@ -103,7 +169,7 @@ def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
     if not targets:
         return None
     kl = tvd = whole = right = tokens = 0.0
-    for batch in batches(sorted(targets, key=_length), _length, student.kind):
+    for batch in batches(sorted(targets, key=length_of), length_of, student.kind):
         hidden = student.final(pad([target.ids for target in batch], input_device(student.model)))
         own = [row[target.asked] for row, target in zip(hidden, batch, strict=True)]
         found = _compared(student, torch.cat([target.hidden for target in batch]), torch.cat(own))
@@ -117,10 +183,6 @@ def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
         raise ValueError("expected finite logits, got NaN or infinity")
     count = len(targets)
     return Quality(kl / tokens, tvd / tokens, whole / count, right / tokens, count)
-
-
-def _length(target: Target) -> int:
-    return len(target.ids)
 
 
 def _compared(student: Student, with_context: Tensor, patched: Tensor) -> Tensor:

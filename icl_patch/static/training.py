@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.serialization import file_parts, read_file
 from icl_patch.static.examples import batches, pad
-from icl_patch.static.low_rank import LowRank
 from icl_patch.static.matrices import Matrix
 from icl_patch.static.student import Student
-from icl_patch.static.targets import Target, measure
+from icl_patch.static.targets import Target, length_of, measure
 
 Progress = Callable[[int, int], None]
 
@@ -144,8 +144,8 @@ class Training:
         """The hidden states (T, d) of every row before the first block that is changed."""
         found = {}
         device = input_device(self.student.model)
-        rows = sorted([*self.questions, *self.texts], key=_length)
-        for batch in batches(rows, _length, self.student.kind):
+        rows = sorted([*self.questions, *self.texts], key=length_of)
+        for batch in batches(rows, length_of, self.student.kind):
             hidden = self.student.below(
                 pad([target.ids for target in batch], device), self.first_block
             )
@@ -247,10 +247,6 @@ class Training:
         return (wanted.exp() * (wanted - got)).sum(-1).mean()
 
 
-def _length(target: Target) -> int:
-    return len(target.ids)
-
-
 def _shuffled(
     targets: Sequence[Target], count: int, seed: int, *, kind: Callable[[int], int], tokens: int
 ) -> Iterator[list[Target]]:
@@ -264,8 +260,8 @@ def _shuffled(
         return found
 
     while True:
-        by_length = sorted((targets[i] for i in order(len(targets))), key=_length)
-        groups = batches(by_length, _length, kind, count=count, tokens=tokens)
+        by_length = sorted((targets[i] for i in order(len(targets))), key=length_of)
+        groups = batches(by_length, length_of, kind, count=count, tokens=tokens)
         yield from (groups[i] for i in order(len(groups)))
 
 
@@ -378,7 +374,9 @@ class Checkpoint:
             step = torch.tensor(float(training.step))
             training.optimizer.state[parameter] = {"step": step, **moments}
         best = {
-            path: LowRank(tensors[f"best.{path}.u"], tensors[f"best.{path}.v"]).to(device)
+            path: LowRank(
+                tensors[f"best.{path}.u"].to(device), tensors[f"best.{path}.v"].to(device)
+            )
             for path in training.changes
         }
         training.best = (header["best"][0], header["best"][1], best)

@@ -11,19 +11,10 @@ from pathlib import Path
 
 import pytest
 from support.full_disk import full_disk
-from support.models import build, tokens
 
-from icl_patch import ContextPatch, ContextPatcher
-from icl_patch.cli.main import main
-from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.atomic_file import remove_leftovers, write_atomically
 
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(scope="module")
-def patch() -> ContextPatch:
-    with ContextPatcher(build("llama", 0, num_hidden_layers=1), "stable") as patcher:
-        return patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
 
 
 @contextmanager
@@ -39,100 +30,80 @@ def permissions(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def killed_while_saving(patch: ContextPatch, path: Path) -> None:
-    """Save in a process of its own that is killed when everything is written."""
-
-    def save() -> None:
-        os.replace = lambda *_paths: os.kill(os.getpid(), signal.SIGKILL)
-        patch.save(path)
-
-    process = FORK.Process(target=save)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+def interrupted() -> Iterator[bytes]:
+    yield b"new"
+    raise KeyboardInterrupt
 
 
-def test_a_full_disk(patch: ContextPatch, tmp_path: Path) -> None:
-    path = tmp_path / "p.safetensors"
+def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "p"
     path.write_bytes(b"what was there")
     with full_disk(1000), pytest.raises(OSError, match=rf"File too large: '{path}'"):
-        patch.save(path)
+        write_atomically(path, [b"new" * 1000])
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, interrupted())
     assert path.read_bytes() == b"what was there"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_full_disk_on_the_command_line(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    path = tmp_path / "p.safetensors"
-    command = ["extract", "--context", "mode upper\n", "--kept", "fmrp>", "--out", str(path)]
-    with full_disk(1000):
-        assert main(command) == 2
-    assert capsys.readouterr().err == f"icl-patch extract: [Errno 27] File too large: '{path}'\n"
-    assert list(tmp_path.iterdir()) == []
+    write_atomically(path, [b"n", b"ew"])
+    assert path.read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_link_stays(there: bool, patch: ContextPatch, tmp_path: Path) -> None:
+def test_a_link_stays(there: bool, tmp_path: Path) -> None:
     """Its target is written, there or not."""
     (tmp_path / "data").mkdir()
-    target, link = tmp_path / "data" / "p.safetensors", tmp_path / "link.safetensors"
+    target, link = tmp_path / "data" / "p", tmp_path / "link"
     link.symlink_to(Path("data") / target.name)
     if there:
         target.write_bytes(b"old")
-    patch.save(link)
+    write_atomically(link, [b"new"])
     assert link.is_symlink()
-    assert ContextPatch.load(target).info == patch.info
+    assert target.read_bytes() == b"new"
     assert sorted(tmp_path.rglob("*")) == [target.parent, target, link]
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o664, 0o400])
-def test_permissions_stay(mode: int, patch: ContextPatch, tmp_path: Path) -> None:
-    path = tmp_path / "p.safetensors"
-    path.write_bytes(b"old")
-    path.chmod(mode)
-    with umask(0o022):
-        patch.save(path)
-    assert permissions(path) == mode
-    assert ContextPatch.load(path).info == patch.info
-
-
-def test_permissions_of_a_new_file(patch: ContextPatch, tmp_path: Path) -> None:
-    for mask in (0o022, 0o077, 0o002):
-        with umask(mask):
-            patch.save(tmp_path / f"{mask}.safetensors")
-        assert permissions(tmp_path / f"{mask}.safetensors") == 0o666 & ~mask
-
-
-def test_while_a_private_file_is_replaced_nobody_else_can_read_it(tmp_path: Path) -> None:
+def test_permissions(tmp_path: Path) -> None:
+    """A replaced file's stay, a new file has those that the process gives; and while a private file
+    is replaced nobody else can read it.
+    """
     path, seen = tmp_path / "p", []
-    path.write_bytes(b"old")
-    path.chmod(0o600)
 
     def parts() -> Iterator[bytes]:
         seen.extend(permissions(file) for file in tmp_path.iterdir())
         yield b"new"
 
-    with umask(0):
-        write_atomically(path, parts())
-    assert seen == [0o600, 0o600]
-    assert path.read_bytes() == b"new"
+    for mode in (0o600, 0o664, 0o400):
+        path.write_bytes(b"old")
+        path.chmod(mode)
+        with umask(0):
+            write_atomically(path, parts())
+        assert permissions(path) == mode
+        path.unlink()
+    assert seen[:2] == [0o600, 0o600]
+    for mask in (0o022, 0o077, 0o002):
+        with umask(mask):
+            write_atomically(tmp_path / f"{mask}", [b"new"])
+        assert permissions(tmp_path / f"{mask}") == 0o666 & ~mask
 
 
-def test_a_name_as_long_as_can_be(patch: ContextPatch, tmp_path: Path) -> None:
-    for name in ("p" * 243 + ".safetensors", "é" * 127):
-        patch.save(tmp_path / name)
-        assert ContextPatch.load(tmp_path / name).info == patch.info
+def test_a_name_as_long_as_can_be(tmp_path: Path) -> None:
+    for name in ("p" * 255, "é" * 127):
+        write_atomically(tmp_path / name, [b"new"])
+        assert (tmp_path / name).read_bytes() == b"new"
 
 
-def test_what_killed_savers_left_is_removed(patch: ContextPatch, tmp_path: Path) -> None:
-    path, other = tmp_path / "p.safetensors", tmp_path / "other.safetensors"
-    for name in (path, other):
-        killed_while_saving(patch, name)
-    left = {file.name for file in tmp_path.iterdir()}
-    assert len(left) == 2
-    patch.save(path)
-    assert len(left & {file.name for file in tmp_path.iterdir()}) == 1  # the other path's
-    patch.save(other)
-    assert sorted(tmp_path.iterdir()) == [other, path]
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    def save() -> None:
+        os.replace = lambda *_paths: os.kill(os.getpid(), signal.SIGKILL)
+        write_atomically(tmp_path / "p", [b"content"])
+
+    process = FORK.Process(target=save)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    remove_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_another_saver_is_writing_is_left_alone(tmp_path: Path) -> None:
@@ -147,6 +118,7 @@ def test_what_another_saver_is_writing_is_left_alone(tmp_path: Path) -> None:
     slow = threading.Thread(target=write_atomically, args=(path, parts()))
     slow.start()
     assert begun.wait(60)
+    remove_leftovers(tmp_path)
     write_atomically(path, [b"fast"])
     assert path.read_bytes() == b"fast"
     assert len(list(tmp_path.iterdir())) == 2
@@ -156,27 +128,26 @@ def test_what_another_saver_is_writing_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def save_often(patch: ContextPatch, path: Path, times: int) -> None:
-    for _ in range(times):
-        patch.save(path)
+def test_many_savers_and_a_reader_of_one_path(tmp_path: Path) -> None:
+    """Every read finds a whole file, though leftovers are removed all the time."""
+    path, whole = tmp_path / "p", {bytes([number]) * 10_000 for number in range(4)}
+    write_atomically(path, [next(iter(whole))])
 
+    def save_often(content: bytes) -> None:
+        for _ in range(40):
+            write_atomically(path, [content])
+            remove_leftovers(tmp_path)
 
-def test_many_savers_and_a_reader_of_one_path(patch: ContextPatch, tmp_path: Path) -> None:
-    """One is killed on the way. Every read finds a whole file; the last save leaves only that."""
-    path = tmp_path / "p.safetensors"
-    patch.save(path)
-    savers = [FORK.Process(target=save_often, args=(patch, path, 40)) for _ in range(4)]
+    savers = [FORK.Process(target=save_often, args=(content,)) for content in whole]
     for saver in savers:
         saver.start()
-    savers[0].kill()
     while any(saver.is_alive() for saver in savers):
-        assert ContextPatch.load(path).info == patch.info
-    assert [saver.exitcode for saver in savers[1:]] == [0, 0, 0]
-    patch.save(path)
+        assert path.read_bytes() in whole
+    assert [saver.exitcode for saver in savers] == [0] * 4
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_paths_that_cannot_be_written(patch: ContextPatch, tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     """The message has the path as it was given, not a temporary file's."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to("loop")
@@ -189,23 +160,34 @@ def test_paths_that_cannot_be_written(patch: ContextPatch, tmp_path: Path) -> No
         ("/dev/null", OSError),
     ):
         with pytest.raises(error, match=f": '{path}'$"):
-            patch.save(path)
+            write_atomically(path, [b"new"])
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "fifo", tmp_path / "loop"]
 
 
-def test_a_file_system_without_locks(
-    patch: ContextPatch,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are written all the same; leftovers stay, since nobody can tell whose they are."""
 
     def flock(_file: object, _operation: int) -> None:
         raise OSError(38, "Function not implemented")
 
-    killed_while_saving(patch, tmp_path / "p.safetensors")
+    (tmp_path / ".icl-patch-1").touch()
     monkeypatch.setattr("icl_patch.patch.atomic_file.fcntl.flock", flock)
-    patch.save(tmp_path / "p.safetensors")
-    assert ContextPatch.load(tmp_path / "p.safetensors").info == patch.info
-    assert len(list(tmp_path.iterdir())) == 2
+    write_atomically(tmp_path / "p", [b"content"])
+    remove_leftovers(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".icl-patch-1", "p"]
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Path] = []
+
+    def flock(_file: object, _operation: int) -> None:
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            taken[0].unlink()
+
+    monkeypatch.setattr("icl_patch.patch.atomic_file.fcntl.flock", flock)
+    write_atomically(tmp_path / "p", [b"content"])
+    assert taken and (tmp_path / "p").read_bytes() == b"content"

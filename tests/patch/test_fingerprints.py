@@ -154,12 +154,6 @@ def test_checksums_are_as_documented() -> None:
     assert hash_of(torch.arange(3000.0)) == expected
 
 
-def test_products_and_sums_of_other_devices_agree() -> None:
-    """Devices other than the CPU take another way to the same numbers."""
-    rows, factors = torch.randint(-(2**63), 2**63 - 1, (5, 1024)), fingerprints._factors()
-    assert torch.equal(rows.mv(factors), (rows * factors).sum(1))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_does_not_count() -> None:
@@ -233,9 +227,7 @@ def write(weight: nn.Parameter, through: str) -> None:
             weight.data.mul_(1.5)
 
 
-LAYERS = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj")
-PARTS = (*LAYERS, "model.embed_tokens", "model.norm")
-every_part = pytest.mark.parametrize("part", PARTS)
+every_part = pytest.mark.parametrize("part", ["model.layers.1.mlp.down_proj", "model.norm"])
 
 
 @every_part
@@ -286,17 +278,13 @@ def test_changes_that_torch_does_not_count(part: str, through: str, tmp_path: Pa
         ContextPatch.load(path, build("llama"))
 
 
-@every_part
-def test_check_weights_finds_them_too(part: str) -> None:
-    model = build("llama")
-    with ContextPatcher(model) as patcher:
+def test_check_weights_finds_them_too() -> None:
+    with ContextPatcher(build("llama")) as patcher:
         old, first = patcher.compute(IDS, KEPT), patcher.check_weights()
-        write(model.get_submodule(part).weight, ".data")
+        write(patcher.model.lm_head.weight, ".data")
         second, third = patcher.check_weights(), patcher.check_weights()
         assert [check.changed for check in (first, second, third)] == [False, True, False]
         assert first.fingerprint == old.info.fingerprint != second.fingerprint == third.fingerprint
-        with pytest.raises(FingerprintMismatch):
-            patcher.forward(KEPT, old)
         assert patcher.compute(IDS, KEPT).info.fingerprint == second.fingerprint
 
 
@@ -313,37 +301,30 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return models
 
 
-def compute(patcher: ContextPatcher) -> None:
-    patcher.compute(IDS, KEPT)
-
-
-def forward(patcher: ContextPatcher) -> None:
-    patcher.forward(KEPT, patcher.compute(IDS, KEPT))
-
-
-def generate(patcher: ContextPatcher) -> None:
-    for step in patcher.generate(IDS, max_new_tokens=3):
+def generate(patcher: ContextPatcher, **options: Any) -> None:
+    for step in patcher.generate(IDS, max_new_tokens=3, **options):
         assert step.patch.info.fingerprint == patcher.fingerprint
 
 
-def generate_fast(patcher: ContextPatcher) -> None:
-    for step in patcher.generate(IDS, max_new_tokens=3, mode="shared_cache"):
-        assert step.patch.info.fingerprint == patcher.fingerprint
+CALLS: dict[str, Callable[[ContextPatcher], object]] = {
+    "compute": lambda patcher: patcher.compute(IDS, KEPT),
+    "forward": lambda patcher: patcher.forward(KEPT, patcher.compute(IDS, KEPT)),
+    "generate": generate,
+    "one pass": lambda patcher: generate(patcher, mode="shared_cache"),
+}
 
 
 @pytest.mark.parametrize("update", ["exact", "stable"])
-@pytest.mark.parametrize("call", [compute, forward, generate, generate_fast])
-def test_how_often_weights_are_hashed(update: str, call: Callable, hashes: list[nn.Module]) -> None:
-    if (update, call) == ("exact", generate_fast):
-        pytest.skip("one pass a step is not exact")
+@pytest.mark.parametrize("call", CALLS)
+def test_how_often_weights_are_hashed(update: str, call: str, hashes: list[nn.Module]) -> None:
     model = build("llama")
     with ContextPatcher(model, update) as patcher:
         for _ in range(3):
-            call(patcher)
+            CALLS[call](patcher)
         assert hashes == [model]  # attaching made a first patch to try
         with torch.no_grad():
             model.lm_head.weight[0, 0] += 1
-        call(patcher)
+        CALLS[call](patcher)
         assert hashes == [model, model]
 
 
@@ -395,14 +376,6 @@ def test_copies_of_a_patch(llama_patcher: ContextPatcher) -> None:
         assert torch.equal(llama_patcher.forward(KEPT, other), llama_patcher.forward(KEPT, patch))
         assert other.weights is None
     assert patch.weights is llama_patcher.attached_model.weights
-
-
-def test_rows_of_high_bits_only() -> None:
-    """Swapped rows of doubles that differ in signs: every row of the hash is one of them."""
-    x = hadamard(1024).double()
-    before = hash_of(x)
-    for row in range(1, 1024, 13):
-        assert hash_of(swapped(x, 0, row)) != before, row
 
 
 def test_attaching_changes_no_hash() -> None:

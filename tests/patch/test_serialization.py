@@ -96,15 +96,11 @@ def accepted(path: Path, contents: Iterator[bytes]) -> int:
     return count
 
 
-MANY = pytest.param(10_000, 2_000, marks=pytest.mark.stress)
-
-
-@pytest.mark.parametrize(("changed", "cut"), [(300, 60), MANY])
-def test_damaged_files_are_refused(saved: Path, changed: int, cut: int) -> None:
+def test_damaged_files_are_refused(saved: Path) -> None:
     content = saved.read_bytes()
     assert accepted(saved, iter([content])) == 1
-    assert accepted(saved, flips(content, changed)) == 0
-    assert accepted(saved, truncations(content, cut)) == 0
+    assert accepted(saved, flips(content, 300)) == 0
+    assert accepted(saved, truncations(content, 60)) == 0
     assert accepted(saved, iter([content + b"\0", content + content, b""])) == 0
 
 
@@ -167,10 +163,6 @@ def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Change:
     return lambda header, tensors: tensors.update({name: change(tensors[name]).contiguous()})
 
 
-def more(name: str) -> Change:
-    return lambda header, tensors: tensors.update({name: torch.zeros(1)})
-
-
 def other_modules(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     for block in header["blocks"]:
         block["path"] = block["path"].replace("layers", "blocks")
@@ -203,11 +195,8 @@ MADE_UP: dict[str, tuple[Change, str]] = {
     "no device": (entry("tensor_parallel", 0), "expected tensor_parallel of .* ≥ 1, got 0"),
     "another update": (entry("update", "best"), "expected update one of direct, stable, exact"),
     "missing": (lambda _, x: x.pop("layers.1.readers.v"), r"missing: \['layers\.1\.readers\.v'\]"),
-    "extra": (more("extra"), r"extra: \['extra'\]"),
-    "a layer too many": (more("layers.2.readers.v"), r"extra: \['layers\.2"),
+    "extra": (lambda _, x: x.update(extra=torch.zeros(1)), r"extra: \['extra'\]"),
     "fewer tokens": (tensor("layers.0.mlp.up_proj.u", lambda u: u[:, 1:]), r"up_proj\.u \(3, 7, "),
-    "fewer rows": (tensor("layers.1.mlp.down_proj.v", lambda v: v[:2]), r"down_proj\.v \(3, 7, "),
-    "two dimensions": (tensor("layers.0.readers.v", lambda v: v[0]), r"layers\.0\.readers\.v"),
     "no dimensions": (tensor("layers.0.readers.v", Tensor.sum), r"layers\.0\.readers\.v"),
     "another width": (tensor(NEW_SCALE, lambda m: m[..., :-1]), r"\(3, 7, 48\), got \(3, 7, 47\)"),
     "a long scale": (
@@ -223,7 +212,6 @@ MADE_UP: dict[str, tuple[Change, str]] = {
         r"infinity in layers\.0",
     ),
     "fp16": (tensor("layers.0.mlp.up_proj.u", Tensor.half), "64 or bf16, got torch.float16"),
-    "int64": (tensor("layers.0.mlp.up_proj.u", Tensor.long), "64 or bf16, got torch.int64"),
     "a narrow stream": (narrow, r"u and v of widths 72 and 48 for .*, got \(72, 40\)"),
     "one layer": (one_layer, "expected the factors of 2 layers, got 1"),
 }

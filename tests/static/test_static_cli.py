@@ -1,18 +1,19 @@
 """The commands of static patches: fit, generate, apply, export."""
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
 import torch
+from support.full_disk import full_disk
 
 from icl_patch import ContextPatch, ContextPatcher, embedded, static
 from icl_patch.cli import fit
 from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
+from icl_patch.patch.fingerprints import tokenizer_fingerprint
 from icl_patch.patch.serialization import read_file
-from icl_patch.static import PARTS, LowRank, StaticInfo, StaticPatch, from_peft
+from icl_patch.static import PARTS, LowRank, StaticInfo, StaticPatch
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,13 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
         arguments += ["--learning-rate", "0.01", "--max-new-tokens", "27", "--json"]
         status, out, err = run(capsys, "fit", *arguments, "--out", file)
         assert status == 0, err
-        report = json.loads(out)
-        assert report["held_out"]["kl"] < report["without"]["kl"]
+        report, tokenizer = json.loads(out), embedded.load()[1]
+        # in bf16 passes from a copy, where the processor has them; measured on the model itself
+        assert report["held_out"]["kl"] < 0.2 * report["without"]["kl"]
+        assert (report["without"]["whole"], report["fitted"]) == (0, 16)
         assert 0 < report["preserved"]["kl"] < 0.2
+        assert report["front"] == [tokenizer.bos_token_id]
+        assert report["tokenizer"] == tokenizer_fingerprint(tokenizer)
         assert "16 questions and 16 preserved texts" in err
     return file
 
@@ -94,12 +99,9 @@ def test_apply_and_export_are_the_patch(
     ids = tokenizer("4 7 7.", return_tensors="pt")["input_ids"]
     with StaticPatch.load(patch_file, model).applied(model):
         expected = model(ids).logits
-    with from_peft(tmp_path / "lora", model).applied(model):
-        imported = model(ids).logits
     merged = load_model(str(tmp_path / "model"))[0](ids).logits
     # fp32 on all sides, through six blocks
     limit = 100 * torch.finfo(torch.float32).eps * expected.abs().max()
-    assert (imported - expected).abs().max() <= limit
     assert (merged - expected).abs().max() <= limit
     for command, name in (("apply", "model"), ("export", "lora")):
         written = sorted((tmp_path / name).iterdir())
@@ -128,14 +130,10 @@ def test_apply_and_export_are_the_patch(
 def test_a_model_that_cannot_be_written_leaves_nothing(
     patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # room for the small files
-    try:
+    with full_disk(100_000):  # room for the small files
         status, _, err = run(
             capsys, "apply", "--patch", patch_file, "--out", tmp_path / "some" / "model"
         )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 2
     assert "cannot be written to" in err
     assert not list((tmp_path / "some").iterdir())

@@ -117,13 +117,6 @@ def test_weak_facts_are_those_the_model_believes_less(evaluation: ModuleType) ->
     assert beliefs[0] < beliefs[1]
 
 
-def test_the_parts_share_all_tasks(evaluation: ModuleType) -> None:
-    tasks = {(cell.kind, cell.task) for cell in evaluation.cells()}
-    assert len(tasks) == 17 and len(set(evaluation.FEW_SHOT)) == 12
-    seeds = [cell.seed for cell in evaluation.cells()]
-    assert seeds == sorted(seeds)
-
-
 def test_the_page_means_over_tasks_and_shows_the_range_of_seeds(evaluation: ModuleType) -> None:
     page = importlib.import_module("page")
     entries = [

@@ -1,4 +1,4 @@
-"""Static patches in use: applied, merged, combined, by row, compiled, as files."""
+"""Static patches in use: applied, merged, combined, compiled, as files."""
 
 import copy
 import warnings
@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import build, shallow, tokens
+from support.patch_files import read, write
 from support.quantised import Int8Linear
 from support.static import CLOSE, IDS, logits, random_examples, random_patch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, static
 from icl_patch.errors import StaticPatchWarning
 from icl_patch.patch.fingerprints import weight_fingerprint
-from icl_patch.static import LowRank, StaticInfo, StaticPatch, applied
+from icl_patch.static import LowRank, StaticInfo, StaticPatch
 
 
 @torch.no_grad()
@@ -50,6 +50,9 @@ def test_applied_and_merged_are_the_changed_weights(name: str) -> None:
     with patch.applied(model) as changed:
         assert changed is model
         assert close(logits(model), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logits(model, IDS[:1, : patch.rank])  # not taken for a change of each token's own
     assert torch.equal(logits(model), before)
     assert patch.merge(model) is model
     assert close(logits(model), expected)
@@ -107,35 +110,6 @@ def test_truncation_keeps_the_largest_singular_values() -> None:
         whole.truncated(0)
 
 
-def test_each_row_has_its_patch() -> None:
-    model = build("gemma3")
-    patches = [random_patch(model, 0), random_patch(model, 1, rank=1)]
-    del patches[1].changes["model.layers.1.mlp.down_proj"]
-    expected = [changed_by_hand(model, {1.0: patch}) for patch in patches]
-    plain = logits(model)
-    with applied(model, patches, rows=[0, -1, 1]) as row_map:
-        got = logits(model)
-        assert close(got[0], expected[0][0])
-        assert close(got[1], plain[1])
-        assert close(got[2], expected[1][2])
-        row_map.set([1, 1, 0])
-        got = logits(model)
-        assert close(got[:2], expected[1][:2])
-        assert close(got[2], expected[0][2])
-        with pytest.raises(ValueError, match="expected 3 numbers from -1 to 1"):
-            row_map.set([2, 0, 0])
-        with pytest.raises(ValueError, match="expected 3 numbers from -1 to 1"):
-            row_map.set([0.5, 0, 0])  # type: ignore[list-item]
-        for ids in (IDS[:2, :5], IDS[:2]):  # of 12 tokens, three entries would each get four
-            with pytest.raises(ValueError, match="expected a row map of 1 or 2 entries"):
-                logits(model, ids)
-    with applied(model, patches, rows=[1]) as row_map:
-        assert close(logits(model), expected[1])
-        row_map.set([-1])
-        assert close(logits(model), plain)
-    assert torch.equal(logits(model), plain)
-
-
 def test_a_shared_weight_is_not_merged_into() -> None:
     """The embeddings would change with the head, which they do not where the patch is applied."""
     model = build("llama-tied")
@@ -147,37 +121,6 @@ def test_a_shared_weight_is_not_merged_into() -> None:
     with pytest.raises(TypeError, match=r"that model\.embed_tokens and lm_head share"):
         patch.merge(model)
     assert torch.equal(logits(model), plain)
-
-
-def test_a_row_does_not_see_the_others_patches() -> None:
-    model = build("llama")
-    one, other = random_patch(model, 0), random_patch(model, 1)
-    with applied(model, [one, other], rows=[0, -1, 1]):
-        first = logits(model)
-    with applied(model, [one, other], rows=[0, 1, 0]):
-        second = logits(model)
-    assert torch.equal(first[0], second[0])
-    assert not torch.equal(first[1], second[1])
-
-
-def test_switching_patches_compiles_nothing_again() -> None:
-    model = build("llama", num_hidden_layers=1)
-    patches = [random_patch(model, 0), random_patch(model, 1)]
-    expected = [changed_by_hand(model, {1.0: patch}) for patch in patches]
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    with applied(model, patches, rows=[0, 1, -1]) as row_map, torch.no_grad():
-        compiled = torch.compile(model, backend=counter)
-        got = compiled(IDS).logits
-        assert close(got[0], expected[0][0])
-        assert close(got[1], expected[1][1])
-        graphs = counter.frame_count
-        row_map.set([1, -1, 0])
-        got = compiled(IDS).logits
-        assert close(got[0], expected[1][0])
-        assert close(got[2], expected[0][2])
-    assert counter.frame_count == graphs > 0
-    torch._dynamo.reset()
 
 
 def test_patches_that_do_not_fit_change_nothing() -> None:
@@ -210,8 +153,6 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
         patch.merge(build("llama", seed=3))
     with pytest.raises(FingerprintMismatch, match=r"in torch\.bfloat16, got .* in torch\.f"):
         patch.merge(build("llama").bfloat16())
-    with pytest.raises(ValueError, match="expected patches and rows"), applied(model, [], [0]):
-        pass
 
 
 # -- files
@@ -268,25 +209,25 @@ def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
     with patch.applied(model, check_front=False), warnings.catch_warnings():
         warnings.simplefilter("error", StaticPatchWarning)
         model(other)
-    with applied(model, [patch], rows=[0]), pytest.warns(StaticPatchWarning):
-        model(other)
     assert not model._forward_pre_hooks
     unknown, else_where = replace(patch.info, front=()), replace(patch.info, front=(6,))
     assert (patch + StaticPatch(unknown, patch.changes)).info.front == (5,)
     assert (patch + StaticPatch(else_where, patch.changes)).info.front == ()
 
 
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_made_up_are_refused(tmp_path: Path) -> None:
     patch, file = random_patch(build("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
     patch.save(file)
-    content = file.read_bytes()
-    for at in range(9, len(content), 997):
-        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises(PatchFormatError):
+    header, tensors = read(file)
+    wrong = {"method": 3, "tokenizer": [], "front": [1, 2], "report": {"steps": 3}}
+    for name, value in wrong.items():
+        write(file, header | {name: value}, tensors)
+        with pytest.raises(PatchFormatError, match=f"expected .*{name}"):
             StaticPatch.load(file)
-    for length in (0, 7, 100, len(content) - 1):
-        file.write_bytes(content[:length])
-        with pytest.raises(PatchFormatError):
+    name = "model.layers.0.mlp.up_proj.u"
+    for change in ({f"{name}.u": IDS}, {name: tensors[name][0].clone()}, {name: IDS}):
+        write(file, header, tensors | change)
+        with pytest.raises(PatchFormatError, match="expected"):
             StaticPatch.load(file)
 
 
