@@ -1,15 +1,11 @@
 """A small Gemma 3 with eyes: synthetic scenes of four coloured shapes, questions that only the
 image answers, and its training.
 
-    python examples/papers/goldwaser_shapes.py build/papers/shapes      # about five minutes on one
-    core
-
 The model is the real class, ``Gemma3ForConditionalGeneration`` with a SigLIP tower, and so is its
 ``Gemma3Processor``: code that runs on it runs on google/gemma-3-4b-it. A fifth of the scenes is
 held out, by hash, and never drawn in training.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -19,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -401,21 +397,3 @@ def trained(folder: Path, training: Training, seed: int) -> tuple[Any, Any]:
         notes.write_text(json.dumps(settings), encoding="utf-8")
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return loaded.eval(), AutoProcessor.from_pretrained(folder)
-
-
-def main() -> None:
-    """Train, and score on held-out scenes."""
-    parser = argparse.ArgumentParser(
-        description="Train the small vision model and score it on held-out scenes."
-    )
-    parser.add_argument("folder", type=Path, help="folder to write the model and its processor to")
-    parser.add_argument("--steps", type=int, default=FULL.steps)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    model, processor = trained(options.folder, replace(FULL, steps=options.steps), options.seed)
-    print(json.dumps(score(model, processor, 100), indent=2))
-
-
-if __name__ == "__main__":
-    main()

@@ -32,7 +32,7 @@ def sizes(results: Named, weights: Arrays, run: str) -> dict[str, Any]:
 
 def spanned(results: Named) -> dict[str, Any]:
     """Over the groups: tokens, and by module and block the medians of :func:`real_changes.spans`'
-    numbers; ranks and directions as shares of the tokens too.
+    numbers; ranks and directions as shares of the tokens.
     """
     tokens = np.array([x["tokens"] for x in results.values()])
     found: dict[str, Any] = {"groups": len(tokens), "tokens": quantiles(tokens)}
@@ -40,10 +40,9 @@ def spanned(results: Named) -> dict[str, Any]:
         if key == "tokens":
             continue
         values = np.stack([x[key] for x in results.values()])
-        found[key] = np.median(values, 0).tolist()
         if not key.endswith("/mean"):
-            per_token = values / tokens.reshape(-1, *[1] * (values.ndim - 1))
-            found[f"{key} per token"] = np.median(per_token, 0).tolist()
+            key, values = f"{key} per token", values / tokens.reshape(-1, *[1] * (values.ndim - 1))
+        found[key] = np.median(values, 0).tolist()
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from goldwaser_experiments import LAZY
-from goldwaser_pictures import DTYPES, PAPER
+from goldwaser_pictures import DTYPES
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -41,46 +41,6 @@ def draw(numbers: dict[str, Any], folder: Path) -> None:
 
 def _figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     return plt.subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **options)
-
-
-def agreement(numbers: dict[str, Any]) -> Figure:
-    """Shares of equal tokens with their intervals, and the errors, by dtype and run."""
-    dtypes = list(numbers["agreement"])
-    figure, axes = _figure(2, len(dtypes), (4.6 * len(dtypes), 7.6), sharey="row")
-    for column, dtype in enumerate(dtypes):
-        found = numbers["agreement"][dtype]
-        for place, run in enumerate(RUNS):
-            entry, colour = found[run], COLOURS[run]
-            axis, value = axes[0, column], 100 * entry["match"]["share"]
-            low, high = (100 * x for x in entry["match"]["interval"])
-            axis.bar(place, value, color=colour, alpha=0.8)
-            axis.errorbar(place, value, [[value - low], [high - value]], color="black", capsize=3)
-            label = "100" if value == 100 else f"{min(value, 99.99):.2f}"
-            axis.text(place, high + 0.1, label, ha="center", va="bottom", fontsize=8)
-            if (dtype, run) in PAPER:
-                axis.hlines(PAPER[dtype, run], place - 0.45, place + 0.45, color="red", ls="--")
-            _whisker(axes[1, column], place, entry["linf"], colour)
-        axes[0, column].set_title(f"{DTYPES[dtype]}: {found['exact']['tokens']} tokens")
-        axes[0, column].set_ylim(85, 101.5)
-        for axis in axes[:, column]:
-            axis.grid(alpha=0.3, axis="y")
-            axis.set_xticks([])
-        _logarithmic(axes[1, column])
-        names = [run.replace(", ", ",\n") for run in RUNS]
-        axes[1, column].set_xticks(range(len(RUNS)), names, rotation=60, ha="right", fontsize=9)
-    axes[0, 0].set_ylabel("same token, %, with 95 % interval")
-    axes[1, 0].set_ylabel("L∞ / max |logit|: median, 90 %, 99 %, largest")
-    handles = [plt.Line2D([], [], color="red", ls="--", label="the paper, Gemma 3 1B")]
-    axes[0, 0].legend(handles=handles, fontsize=9, loc="lower left")
-    return figure
-
-
-def _whisker(axis: Axes, place: float, values: Sequence[float], colour: str) -> None:
-    """A bar from the median to the largest value, with the quantiles between marked."""
-    drawn = [max(value, _ZERO) for value in values]
-    axis.plot([place, place], [drawn[0], drawn[-1]], color=colour, linewidth=2)
-    axis.plot([place] * len(drawn), drawn, "_", color=colour, markersize=14)
-    axis.plot(place, drawn[0], "o", color=colour, markersize=6)
 
 
 def _logarithmic(axis: Axes) -> None:
@@ -263,7 +223,6 @@ def _named(curve: dict[str, Any]) -> str:
 
 
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
-    "agreement": agreement,
     "dependence": dependence,
     "sensitivity": sensitivity,
     "protocol": protocol,

@@ -145,22 +145,17 @@ def _plane(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
     # an even number: at the origin A(x) = 0, and there is no ΔW
     axis = torch.linspace(-4, 4, sizes.grid)
     points = torch.cartesian_prod(axis, axis, torch.zeros(1)).to(block.first.weight.dtype)
-    total, signed, largest = torch.zeros(len(points)), torch.zeros(len(points)), 0.0
+    total, largest = torch.zeros(len(points)), 0.0
     for context in tasks.context.to(points.dtype):
         u, v, z = block.update(context[None], points[None])
         off = (block(context[None], points[None]) - block.without_context(z, u, v))[0]
-        total, signed, largest = (
-            total + off.abs(),
-            signed + off,
-            max(largest, float(off.abs().max())),
-        )
+        total, largest = total + off.abs(), max(largest, float(off.abs().max()))
     mean = (total / sizes.trials).reshape(sizes.grid, sizes.grid)
     return {
         "axis": axis.tolist(),
         "mean_absolute_difference": mean.tolist(),
         "average": float(mean.mean()),
         "largest_mean": float(mean.max()),
-        "largest_mean_signed": float(signed.abs().max() / sizes.trials),
         "largest": largest,
     }
 
@@ -378,7 +373,6 @@ def appendix_e(sizes: Sizes, seed: int) -> dict[str, Any]:
         "total_norm_median": float(total.norm().median()),
         "total_norm_growing_median": float(last.norm().median()),
         "cosine": mean_and_error(total.cosine(last)[:, None]),
-        "determinant_median": determinants.median(1).values.tolist(),
         "determinant_nearest_0": float(determinants.flatten()[determinants.abs().argmin()]),
         "share_of_factors_that_reverse": float((determinants < 0).float().mean()),
     }
