@@ -151,26 +151,6 @@ def test_the_site_has_every_public_module_and_every_op() -> None:
     assert functions - set(shown) == {"has_decode_attention", "has_kernels", "has_triton"}
 
 
-def test_every_page_has_its_place_in_the_navigation() -> None:
-    settings = ast.parse((REPOSITORY / "docs" / "site" / "conf.py").read_text(encoding="utf-8"))
-    [navigation] = (
-        ast.literal_eval(node.value)
-        for node in settings.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAVIGATION"
-    )
-    listed = [
-        entry.rpartition("<")[2].rstrip(">") for part in navigation.values() for entry in part
-    ]
-    pages = {
-        path.relative_to(REPOSITORY).with_suffix("")
-        for pattern in ("*.md", "*/*.md", "site/*.rst")
-        for path in (REPOSITORY / "docs").glob(pattern)
-    }
-    assert [page for page in pages if not any(page.match(entry) for entry in listed)] == []
-    names = {str(page) for page in pages} | {"CONTRIBUTING", "CHANGELOG"}
-    assert [entry for entry in listed if "*" not in entry and entry not in names] == []
-
-
 @pytest.mark.parametrize(
     ("page", "finding"),
     [
