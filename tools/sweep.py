@@ -18,7 +18,6 @@ The noise floor is how much ``model(ids)`` changes with the batch and with the c
 
 import argparse
 import dataclasses
-import inspect
 import json
 import multiprocessing
 import re
@@ -27,24 +26,27 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from icl_patch import ContextPatcher
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomised, with_attention
 from icl_patch.models.model_checks import check_language_model
-from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.tolerances import noise_limit
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support import realistic_weights  # noqa: E402
+from support.models import Stock  # noqa: E402
+
 SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
 REALISTIC_CELLS = ROOT / "docs/model_classes_realistic.jsonl"
@@ -137,9 +139,6 @@ def prepare(model: PreTrainedModel, dtype: torch.dtype, realistic: bool) -> tupl
         untyped: Any = model  # transformers' `to` has another signature
         untyped.to(dtype)
         return ()
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support import realistic_weights
-
     ContextPatcher(model).detach()  # a class that is refused may lack what the features need
     features = realistic_weights.realistic(model)
     realistic_weights.to_dtype(model, dtype, features)
@@ -231,31 +230,10 @@ def measure(
     if error > limit and not scenario.absorbed:
         # some classes have other logits in a batch with padding, or over their cache, than for the
         # row alone: then it agrees with those
-        own = in_batch(model, (prefix, prefix_mask), context, (kept, kept_mask))
+        inputs = {"context_ids": context, "kept_ids": kept, "kept_mask": kept_mask, **more}
+        own = Stock(model).logits(inputs)[kept_mask]
         cell |= {"own": error_of(own, expected), "error": error_of(replayed, own)}
     return {"result": "right" if cell["error"] <= limit else "wrong", **cell}
-
-
-@torch.no_grad()
-def in_batch(
-    model: PreTrainedModel,
-    prefix: tuple[Tensor, Tensor],
-    context: Tensor,
-    kept: tuple[Tensor, Tensor],
-) -> Tensor:
-    """The kept tokens' logits of the unmodified model in one batch, over its cache."""
-    ids = torch.cat([prefix[0], context, kept[0]], 1)
-    mask = torch.cat([prefix[1], torch.ones_like(context, dtype=torch.bool), kept[1]], 1)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    head = ids.shape[1] - kept[0].shape[1]
-    numbered = "position_ids" in inspect.signature(type(model).forward).parameters
-    cache, logits = DynamicCache(config=model.config), []
-    step = 1 if is_recurrent(model) else ids.shape[1] - head
-    for start, stop in pairwise([0, *range(head, ids.shape[1] + 1, step)]):
-        places = {"position_ids": positions[:, start:stop]} if numbered else {}
-        options = {"attention_mask": mask[:, :stop].long(), "past_key_values": cache, **places}
-        logits.append(model(ids[:, start:stop], **options, use_cache=True).logits)
-    return torch.cat(logits, 1)[:, head:][kept[1]]
 
 
 @torch.no_grad()
