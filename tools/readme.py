@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from icl_patch.bench.results import load_all
+from icl_patch.bench.results import load_all, markdown
 from icl_patch.evaluation.report import format_value, percent, support_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -42,16 +42,16 @@ STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams
 TIMED_MODELS = ("SmolLM2-135M-Instruct", "0.22B")
 
 
-def _table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _data(name: str) -> Any:
+    return json.loads((ROOT / "docs" / "data" / name).read_text(encoding="utf-8"))
 
 
 def memory() -> str:
     """A kept token's patch beside the KV cache of the context, from tools/patch_memory.py."""
-    record = json.loads((ROOT / "docs/data/patch-memory.json").read_text(encoding="utf-8"))
     rows = []
-    for row in sorted(record["rows"], key=lambda row: row["patch_bytes"]["exact"]):
+    for row in sorted(
+        _data("patch-memory.json")["rows"], key=lambda row: row["patch_bytes"]["exact"]
+    ):
         exact, stable = (row["patch_bytes"][update] for update in ("exact", "stable"))
         cells = [f"{row['cache_bytes'] / 1e3:.0f} kB", f"{exact / 1e6:.1f} MB"]
         ratios = [f"{size / row['cache_bytes']:.0f}" for size in (exact, stable)]
@@ -63,7 +63,7 @@ def memory() -> str:
         "as much as the cache of … tokens (`exact`)",
         "as much as the cache of … tokens (`stable`)",
     ]
-    return _table(columns, rows)
+    return markdown(columns, rows)
 
 
 def fidelity() -> str:
@@ -77,25 +77,19 @@ def fidelity() -> str:
             shares = [percent(runs[0][key]["share"]) for key in ("match", "identical")]
             rows.append([name, short, *shares, *(format_value(run["linf"][3]) for run in runs)])
     columns = ["update", "dtype", "same token", "bit-identical logits", "largest error", "noise"]
-    return _table(columns, rows)
-
-
-def _demo() -> dict[str, Any]:
-    """The report of ``make demo MODEL=FOLDER`` on SmolLM2-135M-Instruct."""
-    record: dict[str, Any] = json.loads((ROOT / "docs/data/demo.json").read_text(encoding="utf-8"))
-    return record
+    return markdown(columns, rows)
 
 
 def chat() -> str:
-    """Its chats."""
+    """The chats of ``make demo MODEL=FOLDER`` on SmolLM2-135M-Instruct."""
     names = ("context", "question", "with_context", "without", "patched")
     rows = [
         [" ".join(answer[name].split()) for name in names]
-        for answer in _demo()["answers"]
+        for answer in _data("demo.json")["answers"]
         if answer["kind"] == "chat"
     ]
     columns = ["system message", "question", "with it", "without it", "patched, without it"]
-    return _table(columns, rows)
+    return markdown(columns, rows)
 
 
 def speed() -> str:
@@ -119,7 +113,7 @@ def speed() -> str:
         for name, call in STEPS.items()
     ]
     rows.insert(5, ["the model's own step, without a patch", *["1×"] * len(found)])
-    return _table(columns, rows)
+    return markdown(columns, rows)
 
 
 def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
@@ -149,7 +143,7 @@ def steps() -> str:
         [cells[0], f"{length:,}", str(batch), *cells[1:]]
         for _, length, batch, cells in sorted(rows)
     ]
-    return _table(["dtype", "context", "batch", "the model's own step", *ours], table)
+    return markdown(["dtype", "context", "batch", "the model's own step", *ours], table)
 
 
 def whole_answers() -> str:
@@ -164,14 +158,14 @@ def whole_answers() -> str:
         ]
         rows.append([f"`{name}`" if "," not in name else f"`generate`,{name.partition(',')[2]}"])
         rows[-1] += cells
-    return _table(["call", *by_dtype], rows)
+    return markdown(["call", *by_dtype], rows)
 
 
 def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[str], float]]]]:
     """The record of tools/extraction_speed.py, and each of its runs with the medians of its
     seconds.
     """
-    record = json.loads((ROOT / "docs/data/extraction-speed.json").read_text(encoding="utf-8"))
+    record = _data("extraction-speed.json")
 
     def median_of(run: dict[str, Any]) -> Callable[[str], float]:
         return lambda part: statistics.median(x["seconds"][part] for x in run["records"])
@@ -193,7 +187,7 @@ def extraction() -> str:
         cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in (*parts, 1 - sum(parts)))]
         rows.append([*cells, f"{memory / 1e9:.2f} GB"])
     columns = ["update", "processes", "rows/s", "× the model's own time", "plan and first patch"]
-    return _table(
+    return markdown(
         [*columns, "patches", "writing them", "tokens, norms, index", "peak memory"], rows
     )
 
@@ -214,7 +208,7 @@ def hundred() -> str:
             rows.append([*cells, f"{100 * record['weights_bytes'] / 1e9:.0f} GB"])
     columns = ["update", "rows/s", "factors of a row", "factors written/s", "index written/s"]
     columns += ["data set read/s", "between processes/s", "weights read at the start"]
-    return _table(columns, rows)
+    return markdown(columns, rows)
 
 
 def splits() -> str:
@@ -239,7 +233,7 @@ def splits() -> str:
         [", ".join(families), *cells, f"{errors[cells]:.0e}" if errors[cells] else ""]
         for cells, families in sorted(rows.items(), key=lambda row: -len(row[1]))
     ]
-    return _table(["families", *(names[name] for name in order), "largest error"], table)
+    return markdown(["families", *(names[name] for name in order), "largest error"], table)
 
 
 def _of_split(lines: list[dict[str, Any]]) -> str:

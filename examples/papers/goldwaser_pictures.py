@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from figure_page import FigurePage, table
+from figure_page import FigurePage
 from goldwaser_experiments import LAZY, MERGED
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation.figures import visible
 from icl_patch.evaluation.report import percent
 

@@ -100,7 +100,6 @@ def collect(subject: Subject, store: Store) -> dict[str, Any]:
     }
     for key, summary in {
         "agreement": statistics.agreement,
-        "by_prompt": statistics.by_prompt,
         "by_kind": lambda results: statistics.by_kind(results, tuple(KINDS)),
         "by_place": statistics.by_place,
         "by_block": statistics.by_block,
@@ -160,7 +159,7 @@ def _texts(subject: Subject, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(config: Any) -> dict[str, Any]:
-    names = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
+    names = ("model_type", "num_hidden_layers", "hidden_size")
     return {name: getattr(config, name, None) for name in names}
 
 

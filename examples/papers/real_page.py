@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_page import table, wrapped
+from figure_page import wrapped
 from goldwaser_experiments import LAZY
 from goldwaser_pictures import DTYPES, PAPER
 from real_fidelity import KEPT, NOISE, RUNS
 
+from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation.report import format_value, percent
 
 NOTES = Path(__file__).with_name("real_model_notes.md")

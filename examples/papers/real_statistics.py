@@ -68,14 +68,6 @@ def agreement(results: Named) -> dict[str, Any]:
     return found
 
 
-def by_prompt(results: Named) -> dict[str, Any]:
-    """Tokens of each prompt, and how many agree in each replay, to count again from."""
-    return {
-        "tokens": [len(x) for x in of_key(results, "exact/match")],
-        **{run: [int(x.sum()) for x in of_key(results, f"{run}/match")] for run in REPLAYS},
-    }
-
-
 def by_kind(results: Named, kinds: Sequence[str]) -> dict[str, Any]:
     """The share of equal tokens by kind of text."""
     return {

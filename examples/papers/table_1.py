@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figure_page import table
 
 from icl_patch import ContextPatcher, controllability, metrics
 from icl_patch.bench.results import environment
+from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.report import format_floor, write_json
 from icl_patch.models import kv_cache
