@@ -100,10 +100,9 @@ def collect(subject: Subject, store: Store) -> dict[str, Any]:
     }
     for key, summary in {
         "agreement": statistics.agreement,
-        "by_kind": lambda results: statistics.by_kind(results, tuple(KINDS)),
         "by_place": statistics.by_place,
         "by_block": statistics.by_block,
-        "lost": lambda results: {run: statistics.lost(results, run) for run in ("stable", KEPT)},
+        "lost": lambda results: {"stable": statistics.lost(results, "stable")},
         "control": statistics.control,
     }.items():
         found[key] = {dtype: summary(results) for dtype, results in named.items()}

@@ -68,15 +68,6 @@ def agreement(results: Named) -> dict[str, Any]:
     return found
 
 
-def by_kind(results: Named, kinds: Sequence[str]) -> dict[str, Any]:
-    """The share of equal tokens by kind of text."""
-    return {
-        kind: {run: float(joined(chosen, f"{run}/match").mean()) for run in (*REPLAYS, *NOISE[:2])}
-        for kind in kinds
-        if (chosen := {name: x for name, x in results.items() if name.startswith(f"{kind}-")})
-    }
-
-
 def by_place(results: Named) -> dict[str, Any]:
     """Median and 90 % quantile of L∞ by place among the kept tokens, and how many there are."""
     found: dict[str, Any] = {"from": [], "tokens": [], **{run: [] for run in RUNS}}
