@@ -29,7 +29,7 @@ def test_upward_imports_are_found(tmp_path: Path) -> None:
     for file, (line, _) in UPWARD.items():
         with (tmp_path / file).open("a", encoding="utf-8") as source:
             source.write(f"\n{line}\n")
-    command = [sys.executable, "-P", REPOSITORY / "tools" / "lint.py", "imports", tmp_path]
+    command = [sys.executable, REPOSITORY / "tools" / "lint.py", "imports", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     for file, (_, imported) in UPWARD.items():
