@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -190,17 +191,14 @@ def convergence(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
     mean = changes.mean(0)
     tenth = max(1, (length - 3) // 10)
     i = torch.arange(3, length, dtype=torch.float64)
-    log_i, log_mean = i.log(), mean[3:].double().log()
-    slope = ((log_i - log_i.mean()) * (log_mean - log_mean.mean())).sum() / (
-        log_i - log_i.mean()
-    ).square().sum()
+    line = linear_regression(i.log().tolist(), mean[3:].double().log().tolist())
     return {
         "context_length": list(range(length)),
         "change": mean_and_error(changes),
         "median": changes.median(0).values.tolist(),
         "first_tenth": float(mean[3 : 3 + tenth].mean()),
         "last_tenth": float(mean[-tenth:].mean()),
-        "slope_log_log": float(slope),
+        "slope_log_log": line.slope,
         "weight_norm": float(torch.linalg.matrix_norm(block.first.weight, 2)),
     }
 
