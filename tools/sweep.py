@@ -207,23 +207,18 @@ def measure(
         misses = int(patch.report.misses.sum()) if patch.report is not None else 0
     lengths = [int(mask.sum()) for mask in patch.kept_mask]
     replayed = torch.cat([row[:n] for row, n in zip(logits, lengths, strict=True)])
-    head = len(scenario.prefix) and scenario.prefix[0] + scenario.context[0]
-    if scenario.absorbed:
-        head = scenario.absorbed[0][1]
     if scenario.dtype is not torch.float32:
         same = torch.equal(logits, patch.logits)  # of the model with its context, to the last bit
         error = error_of(logits, patch.logits)
         return {"result": "right" if same else "wrong", "misses": misses, "error": error}
     full = reference(model, rows)
-    places = []
-    for ids, n in zip(rows, lengths, strict=True):
-        if scenario.absorbed:
-            spans = {column for start, stop in scenario.absorbed for column in range(start, stop)}
-            places.append([c for c in range(head, len(ids)) if c not in spans])
-        else:
-            places.append([*range(len(ids) - n, len(ids))])
+    spans = {column for span in scenario.absorbed or () for column in range(*span)}
+    places = [
+        [column for column in range(len(ids)) if column not in spans][-n:]
+        for ids, n in zip(rows, lengths, strict=True)
+    ]
     expected = torch.cat([row[place] for row, place in zip(full, places, strict=True)])
-    floor = noise_floor(model, rows, full, head)
+    floor = noise_floor(model, rows, full, places[0][0])
     error = error_of(replayed, expected)
     limit = noise_limit(min(floor, 1e-3))
     cell = {"error": error, "floor": floor, "misses": misses}
@@ -265,23 +260,27 @@ def cells_of(
                     with torch.no_grad():
                         model(torch.tensor([[3, 4, 5]]))
                     models[scenario.dtype] = model, prepare(model, scenario.dtype, realistic)
-            except UnsupportedModelError as error:
-                yield {**cell, "result": "refused", "text": str(error)[:500]}
-                return
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                yield {**cell, "result": "not built", "text": text[:500]}
+                yield cell | failure(error, "not built")
                 return
             try:
                 model, first = models[scenario.dtype]
                 yield cell | measure(model, update, scenario, first)
-            except ControllabilityError as error:
-                yield {**cell, "result": "uncontrollable", "text": str(error)[:500]}
-            except (UnsupportedModelError, ValueError) as error:
-                yield {**cell, "result": "refused", "text": str(error)[:500]}
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                yield {**cell, "result": "crashed", "text": text[:500]}
+                yield cell | failure(error, "crashed")
+
+
+def failure(error: Exception, unexpected: str) -> dict[str, str]:
+    """The result and the text of an error; ``unexpected`` is the result of one that is no
+    refusal.
+    """
+    if isinstance(error, ControllabilityError):
+        return {"result": "uncontrollable", "text": str(error)[:500]}
+    if isinstance(error, UnsupportedModelError) or (
+        unexpected == "crashed" and isinstance(error, ValueError)
+    ):
+        return {"result": "refused", "text": str(error)[:500]}
+    return {"result": unexpected, "text": f"{type(error).__name__}: {error}"[:500]}
 
 
 # -- processes
