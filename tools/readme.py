@@ -96,18 +96,14 @@ def speed() -> str:
     """Decode steps of a pretrained model, or else of a random one, the model's own step being 1."""
     columns, found = ["a decode step"], []
     for results in load_all(RESULTS, "generation"):
-        cases = {row["case"].split()[0] for row in results["rows"]}
-        model = next(name for name in TIMED_MODELS if name in cases)
-        for case in ("B=1", "B=4"):
-            seconds = {
-                row["call"]: row["seconds"]["median"]
-                for row in results["rows"]
-                if row["case"] == f"{model} float32 {case} context=256" and "seconds" in row
-            }
+        medians = _medians(results)
+        model = next(name for name in TIMED_MODELS if name in {case.split()[0] for case in medians})
+        for batch in (1, 4):
+            seconds = medians[f"{model} float32 B={batch} context=256"]
             found.append({name: value / seconds[PLAIN_STEP] for name, value in seconds.items()})
             where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
             short = model.removesuffix("-Instruct")
-            columns.append(f"{where.replace('AMD ', '')}, {short}, batch {case[2:]}")
+            columns.append(f"{where.replace('AMD ', '')}, {short}, batch {batch}")
     rows = [
         [name, *(f"{ratios[call]:.2f}×" if call in ratios else "–" for ratios in found)]
         for name, call in STEPS.items()
@@ -116,21 +112,26 @@ def speed() -> str:
     return markdown(columns, rows)
 
 
-def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
-    """The medians of a pretrained model's cases on the EPYC, by case and call."""
-    path = RESULTS / f"{benchmark}-amd-epyc.json"
+def _medians(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Seconds by case and call."""
     found: dict[str, dict[str, float]] = {}
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        if row["case"].startswith(TIMED_MODELS[0]) and "seconds" in row:
+    for row in results["rows"]:
+        if "seconds" in row:
             found.setdefault(row["case"], {})[row["call"]] = row["seconds"]["median"]
     return found
+
+
+def _on_epyc(benchmark: str) -> dict[str, dict[str, float]]:
+    """The medians on the processor that timed the pretrained model."""
+    path = RESULTS / f"{benchmark}-amd-epyc.json"
+    return _medians(json.loads(path.read_text(encoding="utf-8")))
 
 
 def steps() -> str:
     """Decode steps of a pretrained model by dtype, context and batch, the model's own being 1."""
     ours = [name for name in STEPS if "two_pass" not in name][:4]
     rows = []
-    for case, seconds in _seconds("generation").items():
+    for case, seconds in _on_epyc("generation").items():
         _, dtype, batch, context = case.split()
         # the layout that the dtype takes by itself comes first
         stable = next(call for call in seconds if call in STABLE)
@@ -148,7 +149,7 @@ def steps() -> str:
 
 def whole_answers() -> str:
     """A whole answer of a pretrained model, ``model.generate`` being 1."""
-    by_dtype = {DTYPES[case.split()[1]]: found for case, found in _seconds("answer").items()}
+    by_dtype = {DTYPES[case.split()[1]]: found for case, found in _on_epyc("answer").items()}
     names = next(iter(by_dtype.values()))
     rows = []
     for name in names:
