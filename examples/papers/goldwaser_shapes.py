@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -253,8 +253,10 @@ def _batch(processor: Any, rng: random.Random, size: int) -> tuple[dict[str, Ten
     return inputs, weights
 
 
-def _optimizer(parameters: Iterable[Tensor], rate: float, steps: int) -> tuple[Any, Any]:
-    """AdamW under a cosine schedule with warm-up."""
+def _steps(
+    parameters: list[Tensor], rate: float, steps: int, loss_of: Callable[[], Tensor], title: str
+) -> None:
+    """``steps`` steps of AdamW on the loss of ``loss_of``, under a cosine schedule with warm-up."""
     optimizer = torch.optim.AdamW(
         parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -265,14 +267,7 @@ def _optimizer(parameters: Iterable[Tensor], rate: float, steps: int) -> tuple[A
             0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
         )
 
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-
-
-def _steps(
-    parameters: list[Tensor], rate: float, steps: int, loss_of: Callable[[], Tensor], title: str
-) -> None:
-    """``steps`` steps of training on the loss of ``loss_of``."""
-    optimizer, scheduler = _optimizer(parameters, rate, steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     started = time.process_time()
     for step in range(1, steps + 1):
         loss = loss_of()

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import real_change_statistics as of_changes
 import real_statistics as statistics
 import torch
 from figure_page import rounded
@@ -90,13 +89,13 @@ def collect(subject: Subject, store: Store) -> dict[str, Any]:
         "environment": environment(torch.device("cpu")),
         "prompts": _texts(subject, first),
         "direct_is_stable": all(statistics.same_updates(x) for x in named.values()),
-        "sizes": {run: of_changes.sizes(first, weights, run) for run in ("exact", KEPT)},
-        "spanned": {str(k): of_changes.spanned(_all(store, f"spans-{k}")) for k in (0, 1)},
+        "sizes": {run: statistics.sizes(first, weights, run) for run in ("exact", KEPT)},
+        "spanned": {str(k): statistics.spanned(_all(store, f"spans-{k}")) for k in (0, 1)},
         "grown": {
-            how: of_changes.grown(_all(store, f"growth-{how}")) for how in ("right", "shuffled")
+            how: statistics.grown(_all(store, f"growth-{how}")) for how in ("right", "shuffled")
         },
-        "disturbed": of_changes.disturbed(_all(store, "sensitivity")),
-        "attention": of_changes.on_first(_all(store, "attention")),
+        "disturbed": statistics.disturbed(_all(store, "sensitivity")),
+        "attention": statistics.on_first(_all(store, "attention")),
     }
     for key, summary in {
         "agreement": statistics.agreement,
@@ -115,7 +114,7 @@ def collect(subject: Subject, store: Store) -> dict[str, Any]:
         for dtype in subject.sizes.dtypes
     }
     found["protocol"] = {
-        dtype: of_changes.own_protocol(_all(store, f"protocol-{dtype}"))
+        dtype: statistics.own_protocol(_all(store, f"protocol-{dtype}"))
         for dtype in subject.sizes.dtypes
     }
     return found
