@@ -341,3 +341,26 @@ def test_table_1_committed() -> None:
     ]
     assert all(family["passed"] for family in found["families"].values())
     assert table_1.page(found["rows"], found["command"]) == (RESULTS / "table-1.md").read_text()
+
+
+def test_sizes_are_the_papers() -> None:
+    shapes = {name: tuple(parameter.shape) for name, parameter in block().named_parameters()}
+    assert shapes == {
+        **{f"layer.{name}.weight": (32, 3) for name in ("queries", "keys", "values")},
+        "layer.output.weight": (3, 32),
+        "first.weight": (128, 3),
+        "first.bias": (128,),
+        "second.weight": (3, 128),
+        "second.bias": (3,),
+    }
+    assert block().layer.heads == 8
+    assert block(Recurrence).layer.recurrent.weight.shape == (64, 64)
+    assert len(Stack().blocks) == 10
+    full = experiments.FULL
+    assert (full.attention.length, full.recurrence.length, full.recurrence.batch, full.trials) == (
+        100,
+        200,
+        32,
+        100,
+    )
+    assert full.recurrence.steps == 10_000 and full.recurrence.every == 100

@@ -5,11 +5,11 @@ docstring, and the check of the built pages finds what it should.
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -55,13 +55,7 @@ def definitions(path: Path) -> set[str]:
 
 def resolve(name: str) -> Any:
     """What a dotted name below ``icl_patch`` stands for."""
-    parts = name.removeprefix("icl_patch.").split(".")
-    value: Any = importlib.import_module("icl_patch")
-    for part in parts:
-        if not hasattr(value, part) and isinstance(value, ModuleType):
-            importlib.import_module(f"{value.__name__}.{part}")
-        value = getattr(value, part)
-    return value
+    return pkgutil.resolve_name(f"icl_patch.{name.removeprefix('icl_patch.')}")
 
 
 def test_the_papers_functions_and_tests_exist() -> None:
