@@ -39,20 +39,20 @@ def dtypes_of(groups: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(group["dtype"] for group in groups))
 
 
-def _logarithmic(axis: Axes) -> float:
-    """A logarithmic axis from ``10**_LOWEST``, below it a strip for exact zeros; returns where in
+def logarithmic(axis: Axes, lowest: int) -> float:
+    """A logarithmic axis from ``10**lowest``, below it a strip for exact zeros; returns where in
     the strip a zero is drawn.
     """
     axis.set_yscale("log")
-    bottom, zero = 10 ** (1.12 * _LOWEST), 10 ** (1.06 * _LOWEST)
+    bottom, zero = 10 ** (1.12 * lowest), 10 ** (1.06 * lowest)
     axis.set_ylim(bottom, _TOP)
-    decades = range(_LOWEST, 2, 2)
+    decades = range(lowest, 2, 2)
     axis.set_yticks(
         [zero, *(10.0**decade for decade in decades)],
         ["0", *(f"$10^{{{decade}}}$" for decade in decades)],
     )
     axis.minorticks_off()
-    axis.axhspan(bottom, 10 ** (1.01 * _LOWEST), color="0.93", zorder=0)
+    axis.axhspan(bottom, 10 ** (1.01 * lowest), color="0.93", zorder=0)
     axis.grid(alpha=0.3)
     return zero
 
@@ -62,7 +62,7 @@ def _curves(axes: Any, curves: list[dict[str, Any]]) -> None:
     for row, dtype in zip(axes, dtypes_of(curves), strict=True):
         own = [curve for curve in curves if curve["dtype"] == dtype]
         for axis, (measure, label) in zip(row, _MEASURES.items(), strict=True):
-            zero = _logarithmic(axis)
+            zero = logarithmic(axis, _LOWEST)
             for curve in own:
                 _curve(axis, curve, measure, zero)
             axis.axhline(

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from goldwaser_experiments import LAZY
-from goldwaser_pictures import DTYPES
+from goldwaser_pictures import DTYPES, logarithmic
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,8 +14,6 @@ from real_fidelity import KEPT, NOISE, REPLAYS, RUNS
 from real_page import runs_shown
 
 from icl_patch.evaluation.figures import visible
-
-matplotlib.use("Agg")
 
 COLOURS = {
     "exact": "#1b9e77",
@@ -28,7 +25,6 @@ COLOURS = {
     "token by token": "0.35",
 }
 LABELS = {name: f"the model itself, {name}" if name in NOISE else name for name in RUNS}
-_ZERO = 1e-9  # where an error of 0 is drawn
 
 
 def draw(numbers: dict[str, Any], folder: Path) -> None:
@@ -41,15 +37,6 @@ def draw(numbers: dict[str, Any], folder: Path) -> None:
 
 def _figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     return plt.subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **options)
-
-
-def _logarithmic(axis: Axes) -> None:
-    axis.set_yscale("log")
-    axis.axhspan(_ZERO / 3, _ZERO * 3, color="0.93", zorder=0)
-    axis.set_ylim(_ZERO / 3, 3)
-    ticks = [_ZERO, *(10.0**power for power in range(-8, 1, 2))]
-    axis.set_yticks(ticks, ["0", *(f"$10^{{{power}}}$" for power in range(-8, 1, 2))])
-    axis.minorticks_off()
 
 
 def dependence(numbers: dict[str, Any]) -> Figure:
@@ -188,10 +175,10 @@ def protocol(numbers: dict[str, Any]) -> Figure:
     dtypes = list(numbers["protocol"])
     figure, axes = _figure(len(dtypes), 1, (13, 1.2 + 2.9 * len(dtypes)))
     for (axis,), dtype in zip(axes, dtypes, strict=True):
-        found = numbers["protocol"][dtype]
+        found, zero = numbers["protocol"][dtype], logarithmic(axis, -8)
         for curve, errors in zip(found["curves"], found["first"]["errors"], strict=True):
             match, linf, _ = np.array(errors).T
-            drawn = np.maximum(linf, _ZERO)
+            drawn = np.where(linf > 0, linf, zero)
             colour = COLOURS[
                 KEPT if curve["kept"] and curve["update"] != "exact" else curve["update"]
             ]
@@ -202,8 +189,6 @@ def protocol(numbers: dict[str, Any]) -> Figure:
             axis.plot(drawn, style, color=colour, marker="o", markersize=3, label=label)
             wrong = np.flatnonzero(match == 0)
             axis.plot(wrong, drawn[wrong], "X", color="red", markersize=7, zorder=5)
-        _logarithmic(axis)
-        axis.grid(alpha=0.3)
         tokens = [visible(token) for token in found["first"]["tokens"]]
         axis.set_xticks(range(len(tokens)), tokens, rotation=60, ha="right", fontsize=8)
         axis.set_ylabel(f"{DTYPES[dtype]}: L∞ / max |logit|")
