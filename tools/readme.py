@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from icl_patch.bench.results import load_all, markdown
+from icl_patch.bench.results import load_all
+from icl_patch.bench.results import markdown as _table
 from icl_patch.evaluation.report import format_value, percent, support_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -48,10 +49,8 @@ def _data(name: str) -> Any:
 
 def memory() -> str:
     """A kept token's patch beside the KV cache of the context, from tools/patch_memory.py."""
-    rows = []
-    for row in sorted(
-        _data("patch-memory.json")["rows"], key=lambda row: row["patch_bytes"]["exact"]
-    ):
+    rows, measured = [], _data("patch-memory.json")["rows"]
+    for row in sorted(measured, key=lambda row: row["patch_bytes"]["exact"]):
         exact, stable = (row["patch_bytes"][update] for update in ("exact", "stable"))
         cells = [f"{row['cache_bytes'] / 1e3:.0f} kB", f"{exact / 1e6:.1f} MB"]
         ratios = [f"{size / row['cache_bytes']:.0f}" for size in (exact, stable)]
@@ -63,7 +62,7 @@ def memory() -> str:
         "as much as the cache of … tokens (`exact`)",
         "as much as the cache of … tokens (`stable`)",
     ]
-    return markdown(columns, rows)
+    return _table(columns, rows)
 
 
 def fidelity() -> str:
@@ -77,7 +76,7 @@ def fidelity() -> str:
             shares = [percent(runs[0][key]["share"]) for key in ("match", "identical")]
             rows.append([name, short, *shares, *(format_value(run["linf"][3]) for run in runs)])
     columns = ["update", "dtype", "same token", "bit-identical logits", "largest error", "noise"]
-    return markdown(columns, rows)
+    return _table(columns, rows)
 
 
 def chat() -> str:
@@ -89,49 +88,48 @@ def chat() -> str:
         if answer["kind"] == "chat"
     ]
     columns = ["system message", "question", "with it", "without it", "patched, without it"]
-    return markdown(columns, rows)
+    return _table(columns, rows)
 
 
 def speed() -> str:
     """Decode steps of a pretrained model, or else of a random one, the model's own step being 1."""
     columns, found = ["a decode step"], []
     for results in load_all(RESULTS, "generation"):
-        medians = _medians(results)
-        model = next(name for name in TIMED_MODELS if name in {case.split()[0] for case in medians})
-        for batch in (1, 4):
-            seconds = medians[f"{model} float32 B={batch} context=256"]
+        cases = {row["case"].split()[0] for row in results["rows"]}
+        model = next(name for name in TIMED_MODELS if name in cases)
+        for case in ("B=1", "B=4"):
+            seconds = {
+                row["call"]: row["seconds"]["median"]
+                for row in results["rows"]
+                if row["case"] == f"{model} float32 {case} context=256" and "seconds" in row
+            }
             found.append({name: value / seconds[PLAIN_STEP] for name, value in seconds.items()})
             where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
             short = model.removesuffix("-Instruct")
-            columns.append(f"{where.replace('AMD ', '')}, {short}, batch {batch}")
+            columns.append(f"{where.replace('AMD ', '')}, {short}, batch {case[2:]}")
     rows = [
         [name, *(f"{ratios[call]:.2f}×" if call in ratios else "–" for ratios in found)]
         for name, call in STEPS.items()
     ]
     rows.insert(5, ["the model's own step, without a patch", *["1×"] * len(found)])
-    return markdown(columns, rows)
+    return _table(columns, rows)
 
 
-def _medians(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Seconds by case and call."""
+def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
+    """The medians of a pretrained model's cases on the EPYC, by case and call."""
+    path = RESULTS / f"{benchmark}-amd-epyc.json"
     found: dict[str, dict[str, float]] = {}
-    for row in results["rows"]:
-        if "seconds" in row:
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        if row["case"].startswith(TIMED_MODELS[0]) and "seconds" in row:
             found.setdefault(row["case"], {})[row["call"]] = row["seconds"]["median"]
     return found
-
-
-def _on_epyc(benchmark: str) -> dict[str, dict[str, float]]:
-    """The medians on the processor that timed the pretrained model."""
-    path = RESULTS / f"{benchmark}-amd-epyc.json"
-    return _medians(json.loads(path.read_text(encoding="utf-8")))
 
 
 def steps() -> str:
     """Decode steps of a pretrained model by dtype, context and batch, the model's own being 1."""
     ours = [name for name in STEPS if "two_pass" not in name][:4]
     rows = []
-    for case, seconds in _on_epyc("generation").items():
+    for case, seconds in _seconds("generation").items():
         _, dtype, batch, context = case.split()
         # the layout that the dtype takes by itself comes first
         stable = next(call for call in seconds if call in STABLE)
@@ -144,12 +142,12 @@ def steps() -> str:
         [cells[0], f"{length:,}", str(batch), *cells[1:]]
         for _, length, batch, cells in sorted(rows)
     ]
-    return markdown(["dtype", "context", "batch", "the model's own step", *ours], table)
+    return _table(["dtype", "context", "batch", "the model's own step", *ours], table)
 
 
 def whole_answers() -> str:
     """A whole answer of a pretrained model, ``model.generate`` being 1."""
-    by_dtype = {DTYPES[case.split()[1]]: found for case, found in _on_epyc("answer").items()}
+    by_dtype = {DTYPES[case.split()[1]]: found for case, found in _seconds("answer").items()}
     names = next(iter(by_dtype.values()))
     rows = []
     for name in names:
@@ -159,7 +157,7 @@ def whole_answers() -> str:
         ]
         rows.append([f"`{name}`" if "," not in name else f"`generate`,{name.partition(',')[2]}"])
         rows[-1] += cells
-    return markdown(["call", *by_dtype], rows)
+    return _table(["call", *by_dtype], rows)
 
 
 def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[str], float]]]]:
@@ -188,7 +186,7 @@ def extraction() -> str:
         cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in (*parts, 1 - sum(parts)))]
         rows.append([*cells, f"{memory / 1e9:.2f} GB"])
     columns = ["update", "processes", "rows/s", "× the model's own time", "plan and first patch"]
-    return markdown(
+    return _table(
         [*columns, "patches", "writing them", "tokens, norms, index", "peak memory"], rows
     )
 
@@ -209,7 +207,7 @@ def hundred() -> str:
             rows.append([*cells, f"{100 * record['weights_bytes'] / 1e9:.0f} GB"])
     columns = ["update", "rows/s", "factors of a row", "factors written/s", "index written/s"]
     columns += ["data set read/s", "between processes/s", "weights read at the start"]
-    return markdown(columns, rows)
+    return _table(columns, rows)
 
 
 def splits() -> str:
@@ -234,7 +232,7 @@ def splits() -> str:
         [", ".join(families), *cells, f"{errors[cells]:.0e}" if errors[cells] else ""]
         for cells, families in sorted(rows.items(), key=lambda row: -len(row[1]))
     ]
-    return markdown(["families", *(names[name] for name in order), "largest error"], table)
+    return _table(["families", *(names[name] for name in order), "largest error"], table)
 
 
 def _of_split(lines: list[dict[str, Any]]) -> str:
