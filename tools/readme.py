@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from icl_patch.bench.results import load_all
+from icl_patch.bench.results import markdown as _table
 from icl_patch.evaluation.report import format_value, percent, support_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -42,16 +43,14 @@ STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams
 TIMED_MODELS = ("SmolLM2-135M-Instruct", "0.22B")
 
 
-def _table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _data(name: str) -> Any:
+    return json.loads((ROOT / "docs" / "data" / name).read_text(encoding="utf-8"))
 
 
 def memory() -> str:
     """A kept token's patch beside the KV cache of the context, from tools/patch_memory.py."""
-    record = json.loads((ROOT / "docs/data/patch-memory.json").read_text(encoding="utf-8"))
-    rows = []
-    for row in sorted(record["rows"], key=lambda row: row["patch_bytes"]["exact"]):
+    rows, measured = [], _data("patch-memory.json")["rows"]
+    for row in sorted(measured, key=lambda row: row["patch_bytes"]["exact"]):
         exact, stable = (row["patch_bytes"][update] for update in ("exact", "stable"))
         cells = [f"{row['cache_bytes'] / 1e3:.0f} kB", f"{exact / 1e6:.1f} MB"]
         ratios = [f"{size / row['cache_bytes']:.0f}" for size in (exact, stable)]
@@ -80,18 +79,12 @@ def fidelity() -> str:
     return _table(columns, rows)
 
 
-def _demo() -> dict[str, Any]:
-    """The report of ``make demo MODEL=FOLDER`` on SmolLM2-135M-Instruct."""
-    record: dict[str, Any] = json.loads((ROOT / "docs/data/demo.json").read_text(encoding="utf-8"))
-    return record
-
-
 def chat() -> str:
-    """Its chats."""
+    """The chats of ``make demo MODEL=FOLDER`` on SmolLM2-135M-Instruct."""
     names = ("context", "question", "with_context", "without", "patched")
     rows = [
         [" ".join(answer[name].split()) for name in names]
-        for answer in _demo()["answers"]
+        for answer in _data("demo.json")["answers"]
         if answer["kind"] == "chat"
     ]
     columns = ["system message", "question", "with it", "without it", "patched, without it"]
@@ -171,7 +164,7 @@ def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[
     """The record of tools/extraction_speed.py, and each of its runs with the medians of its
     seconds.
     """
-    record = json.loads((ROOT / "docs/data/extraction-speed.json").read_text(encoding="utf-8"))
+    record = _data("extraction-speed.json")
 
     def median_of(run: dict[str, Any]) -> Callable[[str], float]:
         return lambda part: statistics.median(x["seconds"][part] for x in run["records"])

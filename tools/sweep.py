@@ -18,7 +18,6 @@ The noise floor is how much ``model(ids)`` changes with the batch and with the c
 
 import argparse
 import dataclasses
-import inspect
 import json
 import multiprocessing
 import re
@@ -27,24 +26,27 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from icl_patch import ContextPatcher
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomised, with_attention
 from icl_patch.models.model_checks import check_language_model
-from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.tolerances import noise_limit
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support import realistic_weights  # noqa: E402
+from support.models import Stock  # noqa: E402
+
 SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
 REALISTIC_CELLS = ROOT / "docs/model_classes_realistic.jsonl"
@@ -137,9 +139,6 @@ def prepare(model: PreTrainedModel, dtype: torch.dtype, realistic: bool) -> tupl
         untyped: Any = model  # transformers' `to` has another signature
         untyped.to(dtype)
         return ()
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support import realistic_weights
-
     ContextPatcher(model).detach()  # a class that is refused may lack what the features need
     features = realistic_weights.realistic(model)
     realistic_weights.to_dtype(model, dtype, features)
@@ -208,54 +207,28 @@ def measure(
         misses = int(patch.report.misses.sum()) if patch.report is not None else 0
     lengths = [int(mask.sum()) for mask in patch.kept_mask]
     replayed = torch.cat([row[:n] for row, n in zip(logits, lengths, strict=True)])
-    head = len(scenario.prefix) and scenario.prefix[0] + scenario.context[0]
-    if scenario.absorbed:
-        head = scenario.absorbed[0][1]
     if scenario.dtype is not torch.float32:
         same = torch.equal(logits, patch.logits)  # of the model with its context, to the last bit
         error = error_of(logits, patch.logits)
         return {"result": "right" if same else "wrong", "misses": misses, "error": error}
     full = reference(model, rows)
-    places = []
-    for ids, n in zip(rows, lengths, strict=True):
-        if scenario.absorbed:
-            spans = {column for start, stop in scenario.absorbed for column in range(start, stop)}
-            places.append([c for c in range(head, len(ids)) if c not in spans])
-        else:
-            places.append([*range(len(ids) - n, len(ids))])
+    spans = {column for span in scenario.absorbed or () for column in range(*span)}
+    places = [
+        [column for column in range(len(ids)) if column not in spans][-n:]
+        for ids, n in zip(rows, lengths, strict=True)
+    ]
     expected = torch.cat([row[place] for row, place in zip(full, places, strict=True)])
-    floor = noise_floor(model, rows, full, head)
+    floor = noise_floor(model, rows, full, places[0][0])
     error = error_of(replayed, expected)
     limit = noise_limit(min(floor, 1e-3))
     cell = {"error": error, "floor": floor, "misses": misses}
     if error > limit and not scenario.absorbed:
         # some classes have other logits in a batch with padding, or over their cache, than for the
         # row alone: then it agrees with those
-        own = in_batch(model, (prefix, prefix_mask), context, (kept, kept_mask))
+        inputs = {"context_ids": context, "kept_ids": kept, "kept_mask": kept_mask, **more}
+        own = Stock(model).logits(inputs)[kept_mask]
         cell |= {"own": error_of(own, expected), "error": error_of(replayed, own)}
     return {"result": "right" if cell["error"] <= limit else "wrong", **cell}
-
-
-@torch.no_grad()
-def in_batch(
-    model: PreTrainedModel,
-    prefix: tuple[Tensor, Tensor],
-    context: Tensor,
-    kept: tuple[Tensor, Tensor],
-) -> Tensor:
-    """The kept tokens' logits of the unmodified model in one batch, over its cache."""
-    ids = torch.cat([prefix[0], context, kept[0]], 1)
-    mask = torch.cat([prefix[1], torch.ones_like(context, dtype=torch.bool), kept[1]], 1)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    head = ids.shape[1] - kept[0].shape[1]
-    numbered = "position_ids" in inspect.signature(type(model).forward).parameters
-    cache, logits = DynamicCache(config=model.config), []
-    step = 1 if is_recurrent(model) else ids.shape[1] - head
-    for start, stop in pairwise([0, *range(head, ids.shape[1] + 1, step)]):
-        places = {"position_ids": positions[:, start:stop]} if numbered else {}
-        options = {"attention_mask": mask[:, :stop].long(), "past_key_values": cache, **places}
-        logits.append(model(ids[:, start:stop], **options, use_cache=True).logits)
-    return torch.cat(logits, 1)[:, head:][kept[1]]
 
 
 @torch.no_grad()
@@ -287,23 +260,27 @@ def cells_of(
                     with torch.no_grad():
                         model(torch.tensor([[3, 4, 5]]))
                     models[scenario.dtype] = model, prepare(model, scenario.dtype, realistic)
-            except UnsupportedModelError as error:
-                yield {**cell, "result": "refused", "text": str(error)[:500]}
-                return
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                yield {**cell, "result": "not built", "text": text[:500]}
+                yield cell | failure(error, "not built")
                 return
             try:
                 model, first = models[scenario.dtype]
                 yield cell | measure(model, update, scenario, first)
-            except ControllabilityError as error:
-                yield {**cell, "result": "uncontrollable", "text": str(error)[:500]}
-            except (UnsupportedModelError, ValueError) as error:
-                yield {**cell, "result": "refused", "text": str(error)[:500]}
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                yield {**cell, "result": "crashed", "text": text[:500]}
+                yield cell | failure(error, "crashed")
+
+
+def failure(error: Exception, unexpected: str) -> dict[str, str]:
+    """The result and the text of an error; ``unexpected`` is the result of one that is no
+    refusal.
+    """
+    if isinstance(error, ControllabilityError):
+        return {"result": "uncontrollable", "text": str(error)[:500]}
+    if isinstance(error, UnsupportedModelError) or (
+        unexpected == "crashed" and isinstance(error, ValueError)
+    ):
+        return {"result": "refused", "text": str(error)[:500]}
+    return {"result": unexpected, "text": f"{type(error).__name__}: {error}"[:500]}
 
 
 # -- processes

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figure_page import rounded, table, wrapped
+from figure_page import rounded, wrapped
 from real_prompts import Prompt, ids_of, prompts, read
 from torch import Tensor
 from transformers import DynamicCache
@@ -34,6 +34,7 @@ from icl_patch.analysis.steering import (
 )
 from icl_patch.analysis.transfer import on_other_weights
 from icl_patch.bench.results import environment
+from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation.loading import load_model
 
 NOTES = Path(__file__).with_name("discussion_notes.md")

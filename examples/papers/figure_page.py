@@ -2,15 +2,20 @@
 tables and paragraphs of all pages.
 """
 
+import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Figure = int | str
+import matplotlib
+from matplotlib import pyplot as plt
+
+matplotlib.use("Agg")
+
 Numbers = dict[str, Any]
 
 
@@ -22,7 +27,8 @@ class FigurePage:
         name: of the page. heading: its first line. notes: the file of its text.
         claims: what the paper says, by figure.
         title, stem: of a figure, and the name of its files.
-        draw: writes a picture. measured: the line that stands beside the claim, numbers only.
+        draw: makes the picture, of the figures that have one. dpi: of the pictures.
+        measured: the line that stands beside the claim, numbers only.
         more: further text about a figure.
     """
 
@@ -32,19 +38,65 @@ class FigurePage:
     claims: Mapping[Any, str]
     title: Callable[[Any], str]
     stem: Callable[[Any], str]
-    draw: Callable[[Any, Numbers, Path], None]
+    draw: Mapping[Any, Callable[[Numbers], Any]]
+    dpi: int
     measured: Callable[[Any, Numbers], str]
     more: Callable[[Any, Numbers], str] = lambda _figure, _numbers: ""
 
-    def add(self, folder: Path, figure: Figure, head: Numbers, numbers: Numbers) -> None:
-        """Write the numbers of a figure, with their head, and its picture."""
-        measured = self.measured(figure, numbers)
-        entry = {"figure": figure, "claim": self.claims[figure], "measured": measured, **head}
-        path = folder / f"{self.stem(figure)}.json"
-        text = json.dumps(rounded(entry | numbers), ensure_ascii=False)
-        path.write_text(f"{text}\n", encoding="utf-8")
-        self.draw(figure, numbers, path.with_suffix(".png"))
-        print(f"{self.title(figure)}: {measured}", file=sys.stderr, flush=True)
+    def parser(self, description: str) -> argparse.ArgumentParser:
+        """The options of a script that makes the page."""
+        parser = argparse.ArgumentParser(description=description)
+        text = "repeatable (default: all)"
+        parser.add_argument(
+            "--figure", choices=[*map(str, self.claims)], action="append", help=text
+        )
+        text = "for page, pictures and numbers"
+        parser.add_argument("--out", type=Path, default=Path("docs/papers"), help=text)
+        parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
+        parser.add_argument("--quick", action="store_true", help="tiny sizes")
+        text = "measure nothing: draw the numbers"
+        parser.add_argument("--redraw", action="store_true", help=text)
+        return parser
+
+    def run(
+        self,
+        options: argparse.Namespace,
+        script: str,
+        head: Numbers,
+        measure: Callable[[Any], Numbers],
+    ) -> None:
+        """Measure the chosen figures, unless asked to redraw, and write all files.
+
+        script: its name, and options beside those of :meth:`parser`. head: stands before a figure's
+        numbers.
+        """
+        options.out.mkdir(parents=True, exist_ok=True)
+        for figure, claim in self.claims.items():
+            if options.figure and str(figure) not in options.figure:
+                continue
+            path = options.out / f"{self.stem(figure)}.json"
+            if not options.redraw:
+                numbers = measure(figure)
+                name, *further = script.split()
+                command = ["python", f"examples/papers/{name}", f"--figure {figure}"]
+                command += [f"--seed {options.seed}", *further, *["--quick"] * options.quick]
+                entry = {
+                    "figure": figure,
+                    "claim": claim,
+                    "measured": self.measured(figure, numbers),
+                    "command": " ".join(command),
+                    "seed": options.seed,
+                    **head,
+                    **numbers,
+                }
+                text = json.dumps(rounded(entry), ensure_ascii=False)
+                path.write_text(f"{text}\n", encoding="utf-8")
+                print(f"{self.title(figure)}: {entry['measured']}", file=sys.stderr, flush=True)
+            if figure in self.draw:
+                picture = self.draw[figure](json.loads(path.read_text(encoding="utf-8")))
+                picture.savefig(path.with_suffix(".png"), dpi=self.dpi)
+                plt.close(picture)
+        self.write(options.out)
 
     def write(self, folder: Path) -> None:
         """Write the page: the notes, then each figure whose numbers are in the folder."""
@@ -55,7 +107,7 @@ class FigurePage:
                 found = json.loads(path.read_text(encoding="utf-8"))
                 parts += [
                     f"## {self.title(figure)}",
-                    f"![{self.title(figure)}]({path.stem}.png)",
+                    f"![{self.title(figure)}]({path.stem}.png)" if figure in self.draw else "",
                     f"- The paper: {claim}.\n- Measured: {found['measured']}.\n- Numbers:"
                     f" [{path.name}]({path.name})\n- Command: `{found['command']}`",
                     self.more(figure, found),
@@ -71,12 +123,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [rounded(item) for item in value]
     return float(f"{value:.9g}") if isinstance(value, float) else value
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def wrapped(text: str) -> str:

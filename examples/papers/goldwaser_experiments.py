@@ -132,17 +132,7 @@ def _columns(errors: Tensor) -> dict[str, Any]:
     linf, tvd = (
         [value if math.isfinite(value) else None for value in other.tolist()] for other in others
     )
-    return {
-        "match": match.bool().tolist(),
-        "linf": linf,
-        "tvd": tvd,
-        "token_match": float(match.mean()),
-    }
-
-
-def _group(update: str, dtype: str, steps: list[VerifiedToken]) -> dict[str, Any]:
-    identical = sum(step.bit_identical for step in steps) / len(steps)
-    return {"dtype": dtype, "update": update, **summary(_errors(steps)), "bit_identical": identical}
+    return {"match": match.bool().tolist(), "linf": linf, "tvd": tvd}
 
 
 def figure_5(subject: Subject, sizes: Sizes) -> dict[str, Any]:
@@ -199,13 +189,8 @@ def _answers(
             and processor.tokenizer.decode([step.token_id for step in row]) == answer
             for row, answer in zip(rows, wanted, strict=True)
         ]
-        groups.append(
-            _group(update, dtype, report.steps)
-            | {
-                "noise_floor": report.noise_floor,
-                "replay_right": sum(right) / len(right),
-            }
-        )
+        shares = {**summary(_errors(report.steps)), "replay_right": sum(right) / len(right)}
+        groups.append({"dtype": dtype, "update": update, **shares})
     return groups
 
 
@@ -365,11 +350,7 @@ def how_held(subject: Subject, sizes: Sizes) -> dict[str, Any]:
                 {"dtype": dtype, "update": update, "held": name, **summary(errors[name])}
                 for name in names
             ]
-    return {
-        "generations": len(contexts),
-        "groups": groups,
-        "untouched": same,
-    }
+    return {"generations": len(contexts), "groups": groups, "untouched": same}
 
 
 # -- numbers about numbers
@@ -389,31 +370,21 @@ def until_end(steps: list[VerifiedToken], end: set[int]) -> list[VerifiedToken]:
     return steps[: last + 1]
 
 
-def distribution(values: Tensor) -> dict[str, Any]:
-    """How errors (N,) are distributed: quantiles of those that are finite, and the shares that are
-    exactly 0 and that are not finite.
-    """
-    finite = values[values.isfinite()]
-    points = (
-        torch.quantile(finite, torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=finite.dtype)).tolist()
-        if len(finite)
-        else [None] * 5
-    )
-    return {
-        **dict(zip(("min", "lower", "median", "upper", "max"), points, strict=True)),
-        "zero": float((values == 0).double().mean()),
-        "not_finite": 1 - len(finite) / len(values),
-    }
-
-
 def summary(errors: Tensor) -> dict[str, Any]:
-    """Of match, L∞ and TVD, (N, 3)."""
-    match, linf, tvd = errors.double().unbind(1)
+    """Of match, L∞ and TVD, (N, 3): the share of matches, and of L∞ the median and the largest
+    finite value, and the shares that are exactly 0 and that are not finite.
+    """
+    match, linf, _ = errors.double().unbind(1)
+    finite = linf[linf.isfinite()]
     return {
         "tokens": len(errors),
         "token_match": float(match.mean()),
-        "linf": distribution(linf),
-        "tvd": distribution(tvd),
+        "linf": {
+            "median": float(finite.quantile(0.5)) if len(finite) else None,
+            "max": float(finite.max()) if len(finite) else None,
+            "zero": float((linf == 0).double().mean()),
+            "not_finite": 1 - len(finite) / len(linf),
+        },
     }
 
 

@@ -1,15 +1,11 @@
 """A small Gemma 3 with eyes: synthetic scenes of four coloured shapes, questions that only the
 image answers, and its training.
 
-    python examples/papers/goldwaser_shapes.py build/papers/shapes      # about five minutes on one
-    core
-
 The model is the real class, ``Gemma3ForConditionalGeneration`` with a SigLIP tower, and so is its
 ``Gemma3Processor``: code that runs on it runs on google/gemma-3-4b-it. A fifth of the scenes is
 held out, by hash, and never drawn in training.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -18,8 +14,8 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -257,8 +253,10 @@ def _batch(processor: Any, rng: random.Random, size: int) -> tuple[dict[str, Ten
     return inputs, weights
 
 
-def _optimizer(parameters: Iterable[Tensor], rate: float, steps: int) -> tuple[Any, Any]:
-    """AdamW under a cosine schedule with warm-up."""
+def _steps(
+    parameters: list[Tensor], rate: float, steps: int, loss_of: Callable[[], Tensor], title: str
+) -> None:
+    """``steps`` steps of AdamW on the loss of ``loss_of``, under a cosine schedule with warm-up."""
     optimizer = torch.optim.AdamW(
         parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -269,14 +267,7 @@ def _optimizer(parameters: Iterable[Tensor], rate: float, steps: int) -> tuple[A
             0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
         )
 
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-
-
-def _steps(
-    parameters: list[Tensor], rate: float, steps: int, loss_of: Callable[[], Tensor], title: str
-) -> None:
-    """``steps`` steps of training on the loss of ``loss_of``."""
-    optimizer, scheduler = _optimizer(parameters, rate, steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     started = time.process_time()
     for step in range(1, steps + 1):
         loss = loss_of()
@@ -401,21 +392,3 @@ def trained(folder: Path, training: Training, seed: int) -> tuple[Any, Any]:
         notes.write_text(json.dumps(settings), encoding="utf-8")
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return loaded.eval(), AutoProcessor.from_pretrained(folder)
-
-
-def main() -> None:
-    """Train, and score on held-out scenes."""
-    parser = argparse.ArgumentParser(
-        description="Train the small vision model and score it on held-out scenes."
-    )
-    parser.add_argument("folder", type=Path, help="folder to write the model and its processor to")
-    parser.add_argument("--steps", type=int, default=FULL.steps)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    model, processor = trained(options.folder, replace(FULL, steps=options.steps), options.seed)
-    print(json.dumps(score(model, processor, 100), indent=2))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import real_change_statistics as of_changes
 import real_statistics as statistics
 import torch
 from figure_page import rounded
@@ -90,21 +89,19 @@ def collect(subject: Subject, store: Store) -> dict[str, Any]:
         "environment": environment(torch.device("cpu")),
         "prompts": _texts(subject, first),
         "direct_is_stable": all(statistics.same_updates(x) for x in named.values()),
-        "sizes": {run: of_changes.sizes(first, weights, run) for run in ("exact", KEPT)},
-        "spanned": {str(k): of_changes.spanned(_all(store, f"spans-{k}")) for k in (0, 1)},
+        "sizes": {run: statistics.sizes(first, weights, run) for run in ("exact", KEPT)},
+        "spanned": {str(k): statistics.spanned(_all(store, f"spans-{k}")) for k in (0, 1)},
         "grown": {
-            how: of_changes.grown(_all(store, f"growth-{how}")) for how in ("right", "shuffled")
+            how: statistics.grown(_all(store, f"growth-{how}")) for how in ("right", "shuffled")
         },
-        "disturbed": of_changes.disturbed(_all(store, "sensitivity")),
-        "attention": of_changes.on_first(_all(store, "attention")),
+        "disturbed": statistics.disturbed(_all(store, "sensitivity")),
+        "attention": statistics.on_first(_all(store, "attention")),
     }
     for key, summary in {
         "agreement": statistics.agreement,
-        "by_prompt": statistics.by_prompt,
-        "by_kind": lambda results: statistics.by_kind(results, tuple(KINDS)),
         "by_place": statistics.by_place,
         "by_block": statistics.by_block,
-        "lost": lambda results: {run: statistics.lost(results, run) for run in ("stable", KEPT)},
+        "lost": lambda results: {"stable": statistics.lost(results, "stable")},
         "control": statistics.control,
     }.items():
         found[key] = {dtype: summary(results) for dtype, results in named.items()}
@@ -117,7 +114,7 @@ def collect(subject: Subject, store: Store) -> dict[str, Any]:
         for dtype in subject.sizes.dtypes
     }
     found["protocol"] = {
-        dtype: of_changes.own_protocol(_all(store, f"protocol-{dtype}"))
+        dtype: statistics.own_protocol(_all(store, f"protocol-{dtype}"))
         for dtype in subject.sizes.dtypes
     }
     return found
@@ -160,7 +157,7 @@ def _texts(subject: Subject, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(config: Any) -> dict[str, Any]:
-    names = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
+    names = ("model_type", "num_hidden_layers", "hidden_size")
     return {name: getattr(config, name, None) for name in names}
 
 

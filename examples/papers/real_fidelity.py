@@ -29,7 +29,6 @@ NOISE = ("two rows", "no cache", "token by token")
 one token a call.
 """
 RUNS = (*REPLAYS, *NOISE)
-MEASURES = ("match", "identical", "linf", "tvd", "blocks")
 
 Arrays = dict[str, np.ndarray]
 

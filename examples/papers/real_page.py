@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_page import table, wrapped
+from figure_page import wrapped
 from goldwaser_experiments import LAZY
 from goldwaser_pictures import DTYPES, PAPER
 from real_fidelity import KEPT, NOISE, RUNS
 
+from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation.report import format_value, percent
 
 NOTES = Path(__file__).with_name("real_model_notes.md")
@@ -128,18 +129,13 @@ def _agreeing(numbers: dict[str, Any]) -> dict[str, str]:
         "low_worst": format_value(low["stable"]["linf"][3]),
         "low_worst_kept": format_value(low[KEPT]["linf"][3]),
         "low_worst_no_cache": format_value(low["no cache"]["linf"][3]),
-        "low_stepwise": _interval(low["token by token"]["match"]),
         "lost": str(lost["stable"]["tokens"]),
         "lost_tokens": str(low["stable"]["tokens"]),
-        "lost_kept": str(lost[KEPT]["tokens"]),
         "lost_too": str(lost["stable"]["lost_by_the_model_too"]),
         "lost_by_the_model": str(lost["stable"]["lost_by_the_model"]),
         "lost_margin": format_value(lost["stable"]["margin"]),
         "margin": format_value(lost["stable"]["margin_of_all"]),
         "lost_linf": format_value(lost["stable"]["linf"]),
-        "kinds": ", ".join(
-            f"{kind} {percent(found['stable'])}" for kind, found in _low(numbers, "by_kind").items()
-        ),
     }
 
 
@@ -153,10 +149,9 @@ def _rule_of_three(prompts: int) -> str:
 
 
 def _errors(numbers: dict[str, Any]) -> dict[str, str]:
-    blocks, growth = _low(numbers, "by_block"), numbers["disturbed"]
+    growth = numbers["disturbed"]
     lengths = _low(numbers, "by_length")
     ends = {name: f"{values[-1][1]:.2g}" for name, values in growth.items()}
-    last = {run: [format_value(x) for x in blocks[run][-1]] for run in ("stable", KEPT, "no cache")}
     alike = _low(numbers, "rounded_alike")
     return {
         "alike_share": percent(alike["share"]),
@@ -169,7 +164,6 @@ def _errors(numbers: dict[str, Any]) -> dict[str, str]:
             ["run", "25 %", "median", "75 %"],
             [[name, *(f"{x:.2g}" for x in rows[-1])] for name, rows in growth.items()],
         ),
-        **{f"last_{i}_{_word(run)}": x[i] for run, x in last.items() for i in (0, 1)},
         "shortest": str(lengths["stable"][0]["length"]),
         "longest": str(lengths["stable"][-1]["length"]),
         **{
@@ -207,7 +201,6 @@ def _protocol(numbers: dict[str, Any]) -> dict[str, str]:
     return {
         "protocol": table(columns, rows),
         "protocol_generations": str(first["generations"]),
-        "protocol_tokens": str(first["tokens"]),
         "merged_absorbed": merged[0],
         "merged_kept": merged[1],
     }

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from goldwaser_experiments import LAZY
-from goldwaser_pictures import DTYPES, PAPER
+from goldwaser_pictures import DTYPES, logarithmic
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,8 +14,6 @@ from real_fidelity import KEPT, NOISE, REPLAYS, RUNS
 from real_page import runs_shown
 
 from icl_patch.evaluation.figures import visible
-
-matplotlib.use("Agg")
 
 COLOURS = {
     "exact": "#1b9e77",
@@ -28,7 +25,6 @@ COLOURS = {
     "token by token": "0.35",
 }
 LABELS = {name: f"the model itself, {name}" if name in NOISE else name for name in RUNS}
-_ZERO = 1e-9  # where an error of 0 is drawn
 
 
 def draw(numbers: dict[str, Any], folder: Path) -> None:
@@ -41,55 +37,6 @@ def draw(numbers: dict[str, Any], folder: Path) -> None:
 
 def _figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     return plt.subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **options)
-
-
-def agreement(numbers: dict[str, Any]) -> Figure:
-    """Shares of equal tokens with their intervals, and the errors, by dtype and run."""
-    dtypes = list(numbers["agreement"])
-    figure, axes = _figure(2, len(dtypes), (4.6 * len(dtypes), 7.6), sharey="row")
-    for column, dtype in enumerate(dtypes):
-        found = numbers["agreement"][dtype]
-        for place, run in enumerate(RUNS):
-            entry, colour = found[run], COLOURS[run]
-            axis, value = axes[0, column], 100 * entry["match"]["share"]
-            low, high = (100 * x for x in entry["match"]["interval"])
-            axis.bar(place, value, color=colour, alpha=0.8)
-            axis.errorbar(place, value, [[value - low], [high - value]], color="black", capsize=3)
-            label = "100" if value == 100 else f"{min(value, 99.99):.2f}"
-            axis.text(place, high + 0.1, label, ha="center", va="bottom", fontsize=8)
-            if (dtype, run) in PAPER:
-                axis.hlines(PAPER[dtype, run], place - 0.45, place + 0.45, color="red", ls="--")
-            _whisker(axes[1, column], place, entry["linf"], colour)
-        axes[0, column].set_title(f"{DTYPES[dtype]}: {found['exact']['tokens']} tokens")
-        axes[0, column].set_ylim(85, 101.5)
-        for axis in axes[:, column]:
-            axis.grid(alpha=0.3, axis="y")
-            axis.set_xticks([])
-        _logarithmic(axes[1, column])
-        names = [run.replace(", ", ",\n") for run in RUNS]
-        axes[1, column].set_xticks(range(len(RUNS)), names, rotation=60, ha="right", fontsize=9)
-    axes[0, 0].set_ylabel("same token, %, with 95 % interval")
-    axes[1, 0].set_ylabel("L∞ / max |logit|: median, 90 %, 99 %, largest")
-    handles = [plt.Line2D([], [], color="red", ls="--", label="the paper, Gemma 3 1B")]
-    axes[0, 0].legend(handles=handles, fontsize=9, loc="lower left")
-    return figure
-
-
-def _whisker(axis: Axes, place: float, values: Sequence[float], colour: str) -> None:
-    """A bar from the median to the largest value, with the quantiles between marked."""
-    drawn = [max(value, _ZERO) for value in values]
-    axis.plot([place, place], [drawn[0], drawn[-1]], color=colour, linewidth=2)
-    axis.plot([place] * len(drawn), drawn, "_", color=colour, markersize=14)
-    axis.plot(place, drawn[0], "o", color=colour, markersize=6)
-
-
-def _logarithmic(axis: Axes) -> None:
-    axis.set_yscale("log")
-    axis.axhspan(_ZERO / 3, _ZERO * 3, color="0.93", zorder=0)
-    axis.set_ylim(_ZERO / 3, 3)
-    ticks = [_ZERO, *(10.0**power for power in range(-8, 1, 2))]
-    axis.set_yticks(ticks, ["0", *(f"$10^{{{power}}}$" for power in range(-8, 1, 2))])
-    axis.minorticks_off()
 
 
 def dependence(numbers: dict[str, Any]) -> Figure:
@@ -228,10 +175,10 @@ def protocol(numbers: dict[str, Any]) -> Figure:
     dtypes = list(numbers["protocol"])
     figure, axes = _figure(len(dtypes), 1, (13, 1.2 + 2.9 * len(dtypes)))
     for (axis,), dtype in zip(axes, dtypes, strict=True):
-        found = numbers["protocol"][dtype]
+        found, zero = numbers["protocol"][dtype], logarithmic(axis, -8)
         for curve, errors in zip(found["curves"], found["first"]["errors"], strict=True):
             match, linf, _ = np.array(errors).T
-            drawn = np.maximum(linf, _ZERO)
+            drawn = np.where(linf > 0, linf, zero)
             colour = COLOURS[
                 KEPT if curve["kept"] and curve["update"] != "exact" else curve["update"]
             ]
@@ -242,8 +189,6 @@ def protocol(numbers: dict[str, Any]) -> Figure:
             axis.plot(drawn, style, color=colour, marker="o", markersize=3, label=label)
             wrong = np.flatnonzero(match == 0)
             axis.plot(wrong, drawn[wrong], "X", color="red", markersize=7, zorder=5)
-        _logarithmic(axis)
-        axis.grid(alpha=0.3)
         tokens = [visible(token) for token in found["first"]["tokens"]]
         axis.set_xticks(range(len(tokens)), tokens, rotation=60, ha="right", fontsize=8)
         axis.set_ylabel(f"{DTYPES[dtype]}: L∞ / max |logit|")
@@ -263,7 +208,6 @@ def _named(curve: dict[str, Any]) -> str:
 
 
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
-    "agreement": agreement,
     "dependence": dependence,
     "sensitivity": sensitivity,
     "protocol": protocol,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 TEXTS = Path(__file__).with_name("texts")
-LONG_TEXT = Path(__file__).parents[2] / "docs" / "design.md"
-"""A page of this repository: the long context."""
+LONG_TEXT = [Path(__file__).parents[2] / "docs" / f"{name}.md" for name in ("design", "usage")]
+"""Pages of this repository, one after the other: the long context."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def excerpts(tokenizer: Any, length: int, kept: tuple[int, int], count: int) -> 
     Raises:
         ValueError: the text is too short.
     """
-    ids = ids_of(tokenizer, LONG_TEXT.read_text(encoding="utf-8"), first=False)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in LONG_TEXT)
+    ids = ids_of(tokenizer, text, first=False)
     least, more = kept
     room = len(ids) - length - least - more * (count - 1)
     if room < 0:

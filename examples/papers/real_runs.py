@@ -2,9 +2,8 @@
 measured, so that a stopped run goes on.
 """
 
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,8 @@ from real_fidelity import NOISE, Arrays, attached, measure
 from real_prompts import KINDS, Prompt, read
 from real_protocol import protocol
 from real_subject import Store, Subject
+from rich.console import Console
+from rich.progress import track
 
 from icl_patch import ContextPatcher
 
@@ -41,64 +42,74 @@ class Runs:
             self.fidelity(dtype)
             self.protocol(dtype)
 
-    def _progress(self, stage: str, names: list[str]) -> Iterator[str]:
-        """The missing results, with a line on each."""
-        started, missing = time.process_time(), self.store.missing(names)
-        for done, name in enumerate(missing):
-            yield name
-            spent = time.process_time() - started
-            if sys.stderr.isatty() or done + 1 == len(missing):
-                line = f"\r{stage}: {done + 1} of {len(missing)}, {spent:.0f} s"
-                print(line, end="", file=sys.stderr, flush=True)
-        if missing:
-            print(file=sys.stderr)
+    def _stage(
+        self,
+        title: str,
+        cases: Mapping[str, Any],
+        load: Callable[[], AbstractContextManager[Any]],
+        result: Callable[[Any, Any], Arrays],
+    ) -> None:
+        """Save the result of each case that has none: of the loaded model and the case."""
+        if missing := self.store.missing(list(cases)):
+            with load() as loaded:
+                for name in track(missing, title, console=Console(stderr=True)):
+                    self.store.save(name, result(loaded, cases[name]))
 
-    @torch.no_grad()
+    def _model(self, dtype: str = "float32") -> AbstractContextManager[Any]:
+        return nullcontext(self.subject.load(dtype))
+
+    def _patcher(self) -> ContextPatcher:
+        return ContextPatcher(self.subject.load("float32"))
+
     def answers(self) -> None:
         """The model's own greedy answers in fp32, without the token that ends them."""
-        prompts = {f"answers/{prompt.name}": prompt for prompt in self.subject.prompts}
-        names = list(prompts)
-        model = self.subject.load("float32") if self.store.missing(names) else None
-        for name in self._progress("answers", names):
-            prompt = prompts[name]
+
+        @torch.no_grad()
+        def answer(model: Any, prompt: Prompt) -> Arrays:
             ids = _ids(prompt.context + prompt.question)
             config = {"max_new_tokens": prompt.answer, "do_sample": False}
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **config)
             answer = out[0, ids.shape[1] :]
             ends = model.generation_config.eos_token_id
             ended = torch.isin(answer, torch.tensor(ends if ends is not None else []))
-            self.store.save(name, {"answer": answer[~ended].numpy()})
+            return {"answer": answer[~ended].numpy()}
 
-    def kept(self, prompt: Prompt) -> torch.Tensor:
-        """The kept tokens (1, T) of a prompt: the question and the model's answer."""
-        if not prompt.answer:
-            return _ids(prompt.question)
-        answer = self.store.load(f"answers/{prompt.name}")["answer"]
-        return _ids((*prompt.question, *answer.tolist()))
+        named = {f"answers/{prompt.name}": prompt for prompt in self.subject.prompts}
+        self._stage("answers", named, self._model, answer)
+
+    def tokens(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+        """The context (1, C) of a prompt, and its kept tokens (1, T): the question and the model's
+        answer.
+        """
+        kept = list(prompt.question)
+        if prompt.answer:
+            kept += self.store.load(f"answers/{prompt.name}")["answer"].tolist()
+        return _ids(prompt.context), _ids(kept)
 
     def fidelity(self, dtype: str) -> None:
         """Every prompt and every excerpt."""
-        cases = [*self.subject.prompts, *self.subject.excerpts(dtype)]
-        named = {f"{dtype}/{prompt.name}": prompt for prompt in cases}
-        if not self.store.missing(list(named)):
-            return
-        with attached(self.subject.load(dtype)) as models:
-            stepwise = set(list(named)[:: self.subject.sizes.stepwise])
-            for name in self._progress(f"fidelity, {dtype}", list(named)):
-                context, kept = _ids(named[name].context), self.kept(named[name])
-                noise = NOISE if name in stepwise else NOISE[:2]
-                arrays = measure(models, context, kept, noise)
-                self.store.save(name, arrays)
+        prompts, often = [*self.subject.prompts, *self.subject.excerpts(dtype)], NOISE[:2]
+        cases = {
+            f"{dtype}/{prompt.name}": (prompt, often if i % self.subject.sizes.stepwise else NOISE)
+            for i, prompt in enumerate(prompts)
+        }
+        self._stage(
+            f"fidelity, {dtype}",
+            cases,
+            lambda: attached(self.subject.load(dtype)),
+            lambda models, case: measure(models, *self.tokens(case[0]), case[1]),
+        )
 
     def protocol(self, dtype: str) -> None:
         """The paper's own protocol."""
-        sizes = self.subject.sizes
-        texts = {f"protocol-{dtype}/{i}": x for i, x in enumerate(INSTRUCTIONS)}
-        names = list(texts)[: sizes.instructions]
-        model = self.subject.load(dtype) if self.store.missing(names) else None
-        for name in self._progress(f"the paper's protocol, {dtype}", names):
-            arrays = protocol(model, self.subject.tokenizer, texts[name], sizes.instruction_tokens)
-            self.store.save(name, arrays)
+        sizes, tokenizer = self.subject.sizes, self.subject.tokenizer
+        texts = enumerate(INSTRUCTIONS[: sizes.instructions])
+        self._stage(
+            f"the paper's protocol, {dtype}",
+            {f"protocol-{dtype}/{i}": text for i, text in texts},
+            lambda: self._model(dtype),
+            lambda model, text: protocol(model, tokenizer, text, sizes.instruction_tokens),
+        )
 
     def groups(self) -> dict[str, list[Prompt]]:
         """The prompts by their context."""
@@ -112,61 +123,54 @@ class Runs:
         return found
 
     def spans(self) -> None:
-        """The space that the changes of a context's tokens span, in fp32."""
-        groups = self.groups()
-        names = [f"spans-{prefix}/{group}" for prefix in (0, 1) for group in groups]
-        names.append("weights")
-        if not self.store.missing(names):
-            return
-        with ContextPatcher(self.subject.load("float32")) as patcher:
-            for name in self._progress("spans", names):
-                model = patcher.attached_model
-                if name == "weights":
-                    self.store.save(name, _weight_norms(patcher.model))
-                    continue
-                prefix, group = name.removeprefix("spans-").split("/")
-                tokens = [(_ids(prompt.context), self.kept(prompt)) for prompt in groups[group]]
-                self.store.save(name, spans(model, tokens, int(prefix)))
+        """The space that the changes of a context's tokens span, in fp32; the weights' norms."""
+        groups = self.groups().items()
+        cases = {f"spans-{k}/{name}": (group, k) for k in (0, 1) for name, group in groups}
+
+        def spanned(patcher: ContextPatcher, case: tuple[list[Prompt], int]) -> Arrays:
+            return spans(patcher.attached_model, [self.tokens(x) for x in case[0]], case[1])
+
+        self._stage("spans", cases, self._patcher, spanned)
+        self._stage("weights", {"weights": None}, self._model, lambda model, _: _norms(model))
 
     def growth(self) -> None:
         """Few-shot contexts that grow, in fp32."""
-        sizes = self.subject.sizes
-        tasks = {task["name"].replace(" ", "-"): task for task in read("few_shot")[: sizes.tasks]}
-        names = [f"growth-{how}/{task}" for how in ("right", "shuffled") for task in tasks]
-        if not self.store.missing(names):
-            return
-        with ContextPatcher(self.subject.load("float32"), "stable") as patcher:
-            for name in self._progress("growing contexts", names):
-                how, task = name.removeprefix("growth-").split("/")
-                shuffled, tokenizer = how == "shuffled", self.subject.tokenizer
-                arrays = growth(patcher, tokenizer, tasks[task], shuffled, sizes.shots)
-                self.store.save(name, arrays)
+        sizes, tokenizer = self.subject.sizes, self.subject.tokenizer
+        self._stage(
+            "growing contexts",
+            {
+                f"growth-{how}/{task['name'].replace(' ', '-')}": (task, how == "shuffled")
+                for how in ("right", "shuffled")
+                for task in read("few_shot")[: sizes.tasks]
+            },
+            lambda: ContextPatcher(self.subject.load("float32"), "stable"),
+            lambda patcher, case: growth(patcher, tokenizer, *case, sizes.shots),
+        )
 
     def sensitivity(self) -> None:
         """A disturbance in fp32."""
-        chosen = self.subject.prompts[:: self.subject.sizes.disturbed]
-        named = {f"sensitivity/{prompt.name}": prompt for prompt in chosen}
-        if not self.store.missing(list(named)):
-            return
-        with ContextPatcher(self.subject.load("float32")) as patcher:
-            for seed, name in enumerate(self._progress("sensitivity", list(named))):
-                context, kept = _ids(named[name].context), self.kept(named[name])
-                arrays = sensitivity(patcher.attached_model, context, kept, seed)
-                self.store.save(name, arrays)
+        chosen = enumerate(self.subject.prompts[:: self.subject.sizes.disturbed])
+        self._stage(
+            "sensitivity",
+            {f"sensitivity/{prompt.name}": (prompt, seed) for seed, prompt in chosen},
+            self._patcher,
+            lambda patcher, case: sensitivity(
+                patcher.attached_model, *self.tokens(case[0]), case[1]
+            ),
+        )
 
     def attention(self) -> None:
         """The attention on the first token, in fp32."""
         chosen = self.subject.prompts[:: self.subject.sizes.disturbed]
+
+        def on_first(model: Any, prompt: Prompt) -> Arrays:
+            model.set_attn_implementation("eager")
+            return attention_on_first(model, *self.tokens(prompt))
+
         named = {f"attention/{prompt.name}": prompt for prompt in chosen}
-        if not self.store.missing(list(named)):
-            return
-        model = self.subject.load("float32")
-        model.set_attn_implementation("eager")
-        for name in self._progress("attention", list(named)):
-            context, kept = _ids(named[name].context), self.kept(named[name])
-            self.store.save(name, attention_on_first(model, context, kept))
+        self._stage("attention", named, self._model, on_first)
 
 
-def _weight_norms(model: Any) -> Arrays:
+def _norms(model: Any) -> Arrays:
     """``‖W‖_F`` of every parameter."""
     return {name: x.detach().double().norm().numpy() for name, x in model.named_parameters()}

@@ -97,7 +97,7 @@ class Subject:
         here = Path(__file__).parent
         measuring = ("real_prompts", "real_fidelity", "real_changes", "real_protocol")
         sources = [here / f"{name}.py" for name in (*measuring, "goldwaser_experiments")]
-        texts = [LONG_TEXT, *sorted(TEXTS.glob("*.toml"))]
+        texts = [*LONG_TEXT, *sorted(TEXTS.glob("*.toml"))]
         digest = hashlib.sha256(f"{self.sizes}{code_fingerprint()}".encode())
         for path in [*sources, *texts, *sorted(self.folder.glob("*.safetensors"))]:
             with path.open("rb") as file:

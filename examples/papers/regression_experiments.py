@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -146,22 +147,17 @@ def _plane(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
     # an even number: at the origin A(x) = 0, and there is no ΔW
     axis = torch.linspace(-4, 4, sizes.grid)
     points = torch.cartesian_prod(axis, axis, torch.zeros(1)).to(block.first.weight.dtype)
-    total, signed, largest = torch.zeros(len(points)), torch.zeros(len(points)), 0.0
+    total, largest = torch.zeros(len(points)), 0.0
     for context in tasks.context.to(points.dtype):
         u, v, z = block.update(context[None], points[None])
         off = (block(context[None], points[None]) - block.without_context(z, u, v))[0]
-        total, signed, largest = (
-            total + off.abs(),
-            signed + off,
-            max(largest, float(off.abs().max())),
-        )
+        total, largest = total + off.abs(), max(largest, float(off.abs().max()))
     mean = (total / sizes.trials).reshape(sizes.grid, sizes.grid)
     return {
         "axis": axis.tolist(),
         "mean_absolute_difference": mean.tolist(),
         "average": float(mean.mean()),
         "largest_mean": float(mean.max()),
-        "largest_mean_signed": float(signed.abs().max() / sizes.trials),
         "largest": largest,
     }
 
@@ -196,17 +192,14 @@ def convergence(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
     mean = changes.mean(0)
     tenth = max(1, (length - 3) // 10)
     i = torch.arange(3, length, dtype=torch.float64)
-    log_i, log_mean = i.log(), mean[3:].double().log()
-    slope = ((log_i - log_i.mean()) * (log_mean - log_mean.mean())).sum() / (
-        log_i - log_i.mean()
-    ).square().sum()
+    line = linear_regression(i.log().tolist(), mean[3:].double().log().tolist())
     return {
         "context_length": list(range(length)),
         "change": mean_and_error(changes),
         "median": changes.median(0).values.tolist(),
         "first_tenth": float(mean[3 : 3 + tenth].mean()),
         "last_tenth": float(mean[-tenth:].mean()),
-        "slope_log_log": float(slope),
+        "slope_log_log": line.slope,
         "weight_norm": float(torch.linalg.matrix_norm(block.first.weight, 2)),
     }
 
@@ -379,7 +372,6 @@ def appendix_e(sizes: Sizes, seed: int) -> dict[str, Any]:
         "total_norm_median": float(total.norm().median()),
         "total_norm_growing_median": float(last.norm().median()),
         "cosine": mean_and_error(total.cosine(last)[:, None]),
-        "determinant_median": determinants.median(1).values.tolist(),
         "determinant_nearest_0": float(determinants.flatten()[determinants.abs().argmin()]),
         "share_of_factors_that_reverse": float((determinants < 0).float().mean()),
     }

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from figure_page import FigurePage
-
-matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Panel = Callable[[Axes, dict[str, Any]], None]
 
 CLAIMS: dict[int | str, str] = {
     2: (
@@ -46,28 +46,32 @@ def stem(figure: int | str) -> str:
     return f"dherin-{title(figure).lower().replace(' ', '-')}"
 
 
-def draw(figure: int | str, numbers: dict[str, Any], path: Path) -> None:
-    """Draw a figure from the numbers of :mod:`regression_experiments`; ``path`` ends in .png, .svg
-    or .pdf.
-    """
-    panels: dict[int | str, tuple[Callable[[Axes, dict[str, Any]], None], ...]] = {
-        2: (_losses, _close_up, _plane),
-        3: (_convergence,),
-        4: (_test_losses, _alignment),
-        5: (_losses, _close_up, _blocks),
-        6: (_losses, _close_up, lambda axis, found: _convergence(axis, found["convergence"])),
-        "E": (_factor_steps, _factor_sizes),
-    }
-    drawn = panels[figure]
-    made, axes = plt.subplots(
-        1, len(drawn), figsize=(4.6 * len(drawn) + 0.4, 3.8), layout="constrained", squeeze=False
-    )
-    for axis, panel in zip(axes[0], drawn, strict=True):
-        panel(axis, numbers)
-        if panel is not _plane:
-            axis.grid(alpha=0.3)
-    made.savefig(path, dpi=150)
-    plt.close(made)
+def _drawn(*panels: Panel) -> Callable[[dict[str, Any]], Figure]:
+    """Draws a figure of these panels from the numbers of :mod:`regression_experiments`."""
+
+    def draw(numbers: dict[str, Any]) -> Figure:
+        size = (4.6 * len(panels) + 0.4, 3.8)
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=size, layout="constrained", squeeze=False
+        )
+        for axis, panel in zip(axes[0], panels, strict=True):
+            panel(axis, numbers)
+            if panel is not _plane:
+                axis.grid(alpha=0.3)
+        return figure
+
+    return draw
+
+
+def _labelled(axis: Axes, x: str, y: str, title: str, legend: str | None = "best") -> None:
+    axis.set(xlabel=x, ylabel=y)
+    axis.set_title(title, fontsize=11)
+    if legend:
+        axis.legend(frameon=False, fontsize=8, loc=legend)
+
+
+def _dashed(axis: Axes, x: list[int], y: list[float], label: str, color: str = "C1") -> None:
+    axis.plot(x, y, "--", color=color, linewidth=1.1, label=label)
 
 
 def _band(axis: Axes, x: list[int], values: dict[str, list[float]], label: str, color: str) -> None:
@@ -79,184 +83,91 @@ def _band(axis: Axes, x: list[int], values: dict[str, list[float]], label: str, 
 
 def _losses(axis: Axes, found: dict[str, Any]) -> None:
     curves = found["curves"]
-    axis.plot(curves["step"], curves["training_loss"], color="0.6", linewidth=1.0, label="training")
-    axis.plot(
-        curves["step"],
-        curves["validation_loss_context"],
-        color="C0",
-        linewidth=3,
-        alpha=0.5,
-        label=f"validation {_CONTEXT}",
-    )
-    axis.plot(
-        curves["step"],
-        curves["validation_loss_patched"],
-        color="C3",
-        linewidth=1.1,
-        linestyle="--",
-        label=f"validation {_PATCHED}",
-    )
+    step, context = curves["step"], curves["validation_loss_context"]
+    axis.plot(step, curves["training_loss"], color="0.6", linewidth=1.0, label="training")
+    label = f"validation {_CONTEXT}"
+    axis.plot(step, context, color="C0", linewidth=3, alpha=0.5, label=label)
+    _dashed(axis, step, curves["validation_loss_patched"], f"validation {_PATCHED}", "C3")
     axis.set_yscale("log")
-    axis.set_xlabel("training step")
-    axis.set_ylabel("loss")
-    axis.set_title("losses while training")
-    axis.legend(frameon=False, fontsize=8)
+    _labelled(axis, "training step", "loss", "losses while training")
 
 
 def _close_up(axis: Axes, found: dict[str, Any]) -> None:
     curves = found["curves"]
     last = slice(-max(2, len(curves["step"]) // 4), None)
-    axis.plot(
-        curves["step"][last],
-        curves["validation_loss_context"][last],
-        "o-",
-        color="C0",
-        markersize=7,
-        alpha=0.5,
-        label=_CONTEXT,
+    step, context, patched = (
+        curves[name][last]
+        for name in ("step", "validation_loss_context", "validation_loss_patched")
     )
-    axis.plot(
-        curves["step"][last],
-        curves["validation_loss_patched"][last],
-        "x--",
-        color="C3",
-        markersize=5,
-        linewidth=1,
-        label=_PATCHED,
-    )
-    axis.set_xlabel("training step")
-    axis.set_ylabel("validation loss")
-    axis.set_title(
-        f"close-up: predictions at most {curves['largest_difference']:.1e} apart", fontsize=11
-    )
+    axis.plot(step, context, "o-", color="C0", markersize=7, alpha=0.5, label=_CONTEXT)
+    axis.plot(step, patched, "x--", color="C3", markersize=5, linewidth=1, label=_PATCHED)
     axis.margins(y=0.25)
-    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    title = f"close-up: predictions at most {curves['largest_difference']:.1e} apart"
+    _labelled(axis, "training step", "validation loss", title, "upper right")
 
 
 def _plane(axis: Axes, found: dict[str, Any]) -> None:
     plane = found["plane"]
-    image = axis.pcolormesh(
-        plane["axis"],
-        plane["axis"],
-        list(zip(*plane["mean_absolute_difference"], strict=True)),
-        shading="nearest",
-    )
+    values = list(zip(*plane["mean_absolute_difference"], strict=True))
+    image = axis.pcolormesh(plane["axis"], plane["axis"], values, shading="nearest")
     axis.figure.colorbar(image, ax=axis)
     axis.set_aspect("equal")
-    axis.set_xlabel("$x_1$")
-    axis.set_ylabel("$x_2$")
-    axis.set_title("mean |difference| over tasks", fontsize=11)
+    _labelled(axis, "$x_1$", "$x_2$", "mean |difference| over tasks", None)
 
 
 def _convergence(axis: Axes, found: dict[str, Any]) -> None:
-    _band(
-        axis,
-        found["context_length"][3:],
-        {key: value[3:] for key, value in found["change"].items()},
-        "mean ± standard error",
-        "C0",
-    )
-    axis.plot(
-        found["context_length"][3:],
-        found["median"][3:],
-        color="C1",
-        linewidth=1.1,
-        linestyle="--",
-        label="median",
-    )
+    length = found["context_length"][3:]
+    change = {key: value[3:] for key, value in found["change"].items()}
+    _band(axis, length, change, "mean ± standard error", "C0")
+    _dashed(axis, length, found["median"][3:], "median")
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("context length i")
-    axis.set_ylabel(r"$\|\Delta W_{i+1} - \Delta W_i\|_2$")
-    axis.set_title("change of ΔW by one more token", fontsize=11)
-    axis.legend(frameon=False, fontsize=8)
+    y = r"$\|\Delta W_{i+1} - \Delta W_i\|_2$"
+    _labelled(axis, "context length i", y, "change of ΔW by one more token")
 
 
 def _test_losses(axis: Axes, found: dict[str, Any]) -> None:
     _band(axis, found["steps"], found["gd_test_loss"], f"SGD on W, rate {found['rate']}", "C1")
     _band(axis, found["steps"], found["implicit_test_loss"], "ΔW of the context", "C0")
     axis.set_yscale("log")
-    axis.set_xlabel("SGD steps, or context length")
-    axis.set_ylabel("test loss")
-    axis.set_title("test loss, mean ± standard error", fontsize=11)
-    axis.legend(frameon=False, fontsize=8)
+    title = "test loss, mean ± standard error"
+    _labelled(axis, "SGD steps, or context length", "test loss", title)
 
 
 def _alignment(axis: Axes, found: dict[str, Any]) -> None:
-    _band(axis, found["steps"][1:], found["inner_product"], "mean ± standard error", "C2")
-    ceiling = found["inner_product_ceiling"]["mean"]
-    axis.plot(
-        found["steps"][1:],
-        ceiling,
-        color="0.5",
-        linewidth=1.1,
-        linestyle="--",
-        label="most that any ΔW of this query can reach",
-    )
+    steps, ceiling = found["steps"][1:], found["inner_product_ceiling"]["mean"]
+    _band(axis, steps, found["inner_product"], "mean ± standard error", "C2")
+    _dashed(axis, steps, ceiling, "most that any ΔW of this query can reach", "0.5")
     axis.set_ylim(min(0, *found["inner_product"]["mean"]), 1.05)
-    axis.set_xlabel("SGD steps, and context length")
-    axis.set_ylabel("normalised Frobenius inner product")
-    axis.set_title("the two changes of W", fontsize=11)
-    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    x, y = "SGD steps, and context length", "normalised Frobenius inner product"
+    _labelled(axis, x, y, "the two changes of W", "upper right")
 
 
 def _blocks(axis: Axes, found: dict[str, Any]) -> None:
-    axis.errorbar(
-        found["block"],
-        found["difference"]["mean"],
-        yerr=found["difference"]["standard_error"],
-        fmt="o-",
-        capsize=3,
-    )
+    mean, error = found["difference"]["mean"], found["difference"]["standard_error"]
+    axis.errorbar(found["block"], mean, yerr=error, fmt="o-", capsize=3)
     axis.set_xticks(found["block"])
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("block")
-    axis.set_ylabel("L² norm of the difference")
-    axis.set_title("difference of block outputs", fontsize=11)
+    title = "difference of block outputs"
+    _labelled(axis, "block", "L² norm of the difference", title, None)
 
 
-def _factor_steps(axis: Axes, found: dict[str, Any]) -> None:
-    axis.plot(
-        found["token"],
-        found["step_median"],
-        color="C0",
-        linewidth=1.4,
-        label=r"$\|W_i - W_{i-1}\|$, absorbed from $c_1$ on",
-    )
-    axis.plot(
-        found["token"],
-        found["step_growing_median"],
-        color="C1",
-        linewidth=1.1,
-        linestyle="--",
-        label="context growing (Prop. 3.1)",
-    )
-    axis.set_yscale("log")
-    axis.set_xlabel("token i")
-    axis.set_ylabel("Frobenius norm, median")
-    axis.set_title("change of W by one token", fontsize=11)
-    axis.legend(frameon=False, fontsize=8)
+def _factors(key: str, own: str, y: str, title: str) -> Panel:
+    """A panel of the medians over the tokens, of both ways to absorb a context."""
+
+    def panel(axis: Axes, found: dict[str, Any]) -> None:
+        token, label = found["token"], f"{own}, absorbed from $c_1$ on"
+        axis.plot(token, found[f"{key}_median"], color="C0", linewidth=1.4, label=label)
+        _dashed(axis, token, found[f"{key}_growing_median"], "context growing (Prop. 3.1)")
+        axis.set_yscale("log" if key == "step" else "linear")
+        _labelled(axis, "token i", y, title)
+
+    return panel
 
 
-def _factor_sizes(axis: Axes, found: dict[str, Any]) -> None:
-    axis.plot(
-        found["token"],
-        found["size_median"],
-        color="C0",
-        linewidth=1.4,
-        label=r"$W_0\,\Pi(1 + h_j A_j)$, absorbed from $c_1$ on",
-    )
-    axis.plot(
-        found["token"],
-        found["size_growing_median"],
-        color="C1",
-        linewidth=1.1,
-        linestyle="--",
-        label="context growing (Prop. 3.1)",
-    )
-    axis.set_xlabel("token i")
-    axis.set_ylabel(r"$\|W_i - W_0\|$, median")
-    axis.set_title("change of W so far", fontsize=11)
-    axis.legend(frameon=False, fontsize=8)
+_FACTORS = (
+    _factors("step", r"$\|W_i - W_{i-1}\|$", "Frobenius norm, median", "change of W by one token"),
+    _factors("size", r"$W_0\,\Pi(1 + h_j A_j)$", r"$\|W_i - W_0\|$, median", "change of W so far"),
+)
 
 
 def measured(figure: int | str, numbers: dict[str, Any]) -> str:
@@ -328,6 +239,14 @@ PAGE = FigurePage(
     CLAIMS,
     title,
     stem,
-    draw,
+    {
+        2: _drawn(_losses, _close_up, _plane),
+        3: _drawn(_convergence),
+        4: _drawn(_test_losses, _alignment),
+        5: _drawn(_losses, _close_up, _blocks),
+        6: _drawn(_losses, _close_up, lambda axis, found: _convergence(axis, found["convergence"])),
+        "E": _drawn(*_FACTORS),
+    },
+    150,
     measured,
 )

@@ -11,16 +11,16 @@ output-controllable. One thread, fixed seeds.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from figure_page import table
 
 from icl_patch import ContextPatcher, controllability, metrics
 from icl_patch.bench.results import environment
+from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.report import format_floor, write_json
 from icl_patch.models import kv_cache
@@ -154,7 +154,7 @@ def replay(name: str, update: str, dtype: torch.dtype, seed: int) -> dict[str, f
     }
 
 
-def measure(families: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
+def measure(families: Iterable[str], seed: int) -> dict[str, dict[str, Any]]:
     """Per family the replays of all updates, and controllability."""
     found = {}
     for name in families:
@@ -230,35 +230,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=Path("docs/papers"), help="folder for the page and its numbers"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the models and the tokens")
-    parser.add_argument(
-        "--row",
-        choices=[row.statement for row in ROWS],
-        action="append",
-        help="one by its lemma; may be repeated (default: all)",
-    )
     parser.add_argument("--quick", action="store_true", help="one family a row")
     options = parser.parse_args(arguments)
+    seed = options.seed
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = {
-        row: [row.family] if options.quick else families_of(row)
-        for row in ROWS
-        if options.row is None or row.statement in options.row
-    }
-    measures = measure(
-        list(dict.fromkeys(name for names in chosen.values() for name in names)), options.seed
-    )
+    chosen = {row: [row.family] if options.quick else families_of(row) for row in ROWS}
+    measures = measure(dict.fromkeys(name for names in chosen.values() for name in names), seed)
     rows = [summary(row, names, measures) for row, names in chosen.items()]
-    only = "".join(f" --row {row}" for row in options.row or ())
-    command = (
-        f"python examples/papers/table_1.py{only} --seed"
-        f" {options.seed}{' --quick' if options.quick else ''}"
-    )
+    command = f"python examples/papers/table_1.py --seed {seed}{' --quick' * options.quick}"
     write_json(
         options.out / "table-1.json",
         {
             "command": command,
-            "seed": options.seed,
+            "seed": seed,
             "environment": environment(torch.device("cpu")),
             "rows": rows,
             "families": measures,

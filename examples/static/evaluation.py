@@ -1,7 +1,6 @@
 """Static patches of a pretrained chat model beside other methods that replace a context.
 
     python examples/static/evaluation.py FOLDER                 # all cells, in bf16, on one thread
-    python examples/static/evaluation.py FOLDER --only few_shot "static patch"
     python examples/static/evaluation.py FOLDER --quick --out build/static/cells.jsonl
 
 A cell is one method on one task with one seed. It is appended to the file as a line of JSON as soon
@@ -10,7 +9,6 @@ as it is made; a second call goes on with the missing ones. ``page.py`` makes a 
 
 import argparse
 import json
-import os
 import random
 import time
 import tomllib
@@ -502,14 +500,10 @@ def known(path: Path) -> dict[tuple[str, ...], Entry]:
 
 
 def append(path: Path, entry: Entry) -> None:
-    """Add a line in one write, which another process cannot split."""
+    """Add a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(_short(entry), ensure_ascii=False) + "\n"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(file, line.encode())
-    finally:
-        os.close(file)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_short(entry), ensure_ascii=False) + "\n")
 
 
 def _short(value: Any) -> Any:
@@ -538,9 +532,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="a causal language model with a chat template")
     parser.add_argument("--out", type=Path, default=OUT, help="the file of the cells")
-    parser.add_argument(
-        "--only", nargs="+", default=[], help="kind, task, method, seed: cells with all of these"
-    )
     parser.add_argument("--quick", action="store_true", help="two tasks, one seed, 20 steps")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -550,7 +541,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = cells()
     if options.quick:
         wanted = [cell for cell in cells(FEW_SHOT[:2], ()) if cell.seed == 0]
-    wanted = [cell for cell in wanted if set(options.only) <= set(cell.key)]
     run(Subject(model, tokenizer, 20 if options.quick else STEPS), wanted, options.out)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 
+from icl_patch.bench.results import markdown as table
+
 matplotlib.use("Agg")
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -134,12 +136,6 @@ def shown(entries: Sequence[Entry], number: Number, form: str = "{:.0f}") -> str
 def percent(group: str, name: str) -> Number:
     """A share of a group of tests, in %."""
     return lambda entry: 100 * entry["tests"][group][name]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def few_shot(entries: Sequence[Entry]) -> str:
@@ -281,7 +277,7 @@ def page(entries: Sequence[Entry]) -> str:
         "\n![right answers over the seconds of a fit](pictures/static-front.png)\n\n"
         "Mean over the few-shot tasks of which the context gets at least half right.\n"
     )
-    found = [f"{SECTIONS[name]}\n{make(own)}" for name, (make, own) in parts.items() if own]
+    found = [f"{SECTIONS[name]}\n{make(own)}\n" for name, (make, own) in parts.items() if own]
     counts = of(entries, method="patch for each token")
     same, tokens = (sum(entry[name] for entry in counts) for name in ("same_token", "tokens"))
     return HEAD.format(same=f"{same:,}", tokens=f"{tokens:,}") + picture + "".join(found)
