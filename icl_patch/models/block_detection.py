@@ -14,7 +14,6 @@ from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.expert_layouts import PatchedParallelExperts, experts_class
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.rms_norm import rms_norm_form
-from icl_patch.models import residual_sums as sums
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.language_model import layers_of, random_tokens
 from icl_patch.models.model_checks import (
@@ -23,6 +22,7 @@ from icl_patch.models.model_checks import (
     check_language_model,
     check_not_shared,
 )
+from icl_patch.models.residual_sums import fitted, is_sum, times
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, outermost, trace
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
@@ -158,8 +158,7 @@ class _Reading:
             raise self._refuse(
                 f"expected a residual stream (B, T, d) in and out, got {shapes[0]} and {shapes[1]}"
             )
-        streams = self._streams()
-        if streams > 1:
+        if (streams := self._streams()) > 1:
             raise self._refuse(
                 f"it carries {streams} residual streams, into which attention and the MLP write in"
                 " different proportions: what attention changes is not in the direction that the"
@@ -170,14 +169,17 @@ class _Reading:
         self._check_plain_experts()
         if not self.matrices and not self.experts:
             return self._mixer_form()
-        first = self.trace.calls.index(self._first())
-        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > first]
-        if behind and not self._is_parallel(self._first().given):
+        first = self._first()
+        z, place = first.given, self.trace.calls.index(first)
+        pre = [call for call in self.norms if call.made.same_as(z)]
+        parallel = any(x.same_as(self.block.given) for x in (z, *(call.given for call in pre)))
+        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
+        if behind and not parallel:
             raise self._refuse(
                 f"{behind[-1]} looks at the context behind the MLP: a change of the MLP's weights"
                 " cannot have that effect"
             )
-        return self._mlp_form()
+        return self._mlp_form(z, pre, parallel)
 
     def _check_plain_experts(self) -> None:
         """Raises UnsupportedModelError for experts whose matrices are quantised."""
@@ -214,10 +216,12 @@ class _Reading:
 
     # -- blocks with an MLP
 
-    def _mlp_form(self) -> BlockSpec:
-        z = self._first().given
+    def _mlp_form(self, z: Value, pre: list[Call], parallel: bool) -> BlockSpec:
+        """The form of a block whose MLP reads ``z``, of the norms ``pre``; of the block's input if
+        it is parallel.
+        """
         readers = [call for call in self.matrices if call.given.same_as(z)]
-        own = self._readers_of_their_own(z)
+        own = self._readers_of_their_own(z, pre)
         readers += [call for call in own if call not in self.experts]
         experts = [
             call
@@ -227,11 +231,10 @@ class _Reading:
         if len(self.experts) > 1 or len(experts) != len(self.experts):
             raise self._refuse(f"{self.experts[0].path} does not read what the router reads")
         downs = [call for call in self.matrices if call not in readers]
-        parallel, residuals = self._residuals(z)
         ending = self._ending(readers, downs, experts)
         ends_at = self._closing_norm(ending)
         made = self.block.made if ends_at is None else ends_at.given
-        sum_ = self._explain(residuals, ending, made)
+        sum_ = self._explain(self._residuals(z, parallel), ending, made)
         patched = [] if parallel else readers
         names = [call.path for call in (*readers, *downs)]
         return BlockSpec(
@@ -243,7 +246,7 @@ class _Reading:
             separately_normed=tuple(call.path for call in own),
             inner_norm=None if ending.inner is None else ending.inner.path,
             addend=None if ending.addend is None else ending.addend.path,
-            **self._norm_forms([norm for norm in (ending.norm, ending.inner) if norm is not None]),
+            **self._norm_form([norm for norm in (ending.norm, ending.inner) if norm is not None]),
             experts=(
                 experts[0].path if experts and (not parallel or ending.down is None) else None
             ),
@@ -298,15 +301,13 @@ class _Reading:
     def _other_term(self, total: Value, term: Value) -> Call | None:
         """The module of the MLP for which ``term`` plus the module's output is ``total``."""
         calls = self.calls[self.calls.index(self._first()) :]
-        shares = [(sums.explained(total.now, [term.now, call.made.now]), call) for call in calls]
-        share, call = max(shares, key=lambda found: found[0])
-        return call if share > 0 else None
+        found = (call for call in calls if is_sum(total.now, [term.now, call.made.now]))
+        return next(found, None)
 
-    def _readers_of_their_own(self, z: Value) -> list[Call]:
+    def _readers_of_their_own(self, z: Value, pre: list[Call]) -> list[Call]:
         """Experts that read the residual stream through another norm than the first reader does,
         and the matrices before them.
         """
-        pre = [call for call in self.norms if call.made.same_as(z)]
         others = [
             call
             for call in self.experts
@@ -323,24 +324,17 @@ class _Reading:
         ]
         return [*before, others[0]]
 
-    def _residuals(self, z: Value) -> tuple[bool, list[tuple[str, ...]]]:
-        """Whether the block is parallel, and candidates for its residual stream before the MLP."""
+    def _residuals(self, z: Value, parallel: bool) -> list[tuple[str, ...]]:
+        """Candidates for the residual stream before the MLP."""
+        if parallel:
+            return [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
         # a norm may have modules of its own, such as a gate
         pre = [call for call in self.calls if call.made.same_as(z) and not call.given.same_as(z)]
-        if self._is_parallel(z):
-            return True, [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
-        return False, [
+        return [
             *((f"input of {call.path}",) for call in pre),
             (f"input of {self._first().path}",),
             *((f"output of {mixer.path}",) for mixer in self.mixers),  # with the sum inside (DBRX)
         ]
-
-    def _is_parallel(self, z: Value) -> bool:
-        """Whether the MLP reads the block's input, or a norm of it."""
-        pre = [call for call in self.norms if call.made.same_as(z)]
-        return z.same_as(self.block.given) or any(
-            call.given.same_as(self.block.given) for call in pre
-        )
 
     def _first(self) -> Call:
         """The first module that reads the MLP's input."""
@@ -374,31 +368,27 @@ class _Reading:
         """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
         the block's output, or the sum that it computes further with.
 
-        A candidate that gives the output to the last bit is taken at once: that proves it. If there
-        is none, the model rounds in an order that is not known here. Then the candidate is taken
-        that gives the most elements to the last bit, and all others within a few roundings of that
-        element. Elements count, and not their size: one element of a trained model can be a
-        thousand times larger than the others, and a norm would see its rounding alone. Numbers that
-        have no name are fitted, and taken if they give more elements than any named ones.
+        A candidate that gives the output to the last bit is taken: that proves it. If there is
+        none, the numbers have no name, and are fitted.
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
         pairs = list(product(residuals, holders))
-        best: tuple[float, dict[str, Any]] = (0.0, {})
         for residual, mlp in pairs:
             for found, total, terms, scale in self._sums(residual, mlp, holders, made):
-                share = sums.explained(total, terms, scale)
-                if share == 1:
+                if is_sum(total, terms, scale):
                     return found
-                best = max(best, (share, found), key=lambda candidate: candidate[0])
-        fits = (self._fitted(*pair, made) for pair in pairs)
-        best = max(best, *fits, key=lambda candidate: candidate[0])
-        if not best[1]:
-            raise self._refuse(
-                "its output is not its residual stream plus what its MLP ends in, each times a"
-                " number: what attention changes cannot be written to the MLP"
-            )
-        return best[1]
+        for residual, mlp in pairs:
+            hidden = torch.stack([self._tap(name).double() for name in residual]).sum(0)
+            numbers = fitted(made.now, hidden.to(made.now.dtype), mlp.made.now)
+            if numbers is not None:
+                factor, multiplier = numbers
+                found = {"residual_factor": factor, "residual_multiplier": multiplier}
+                return found | {"residual": residual}
+        raise self._refuse(
+            "its output is not its residual stream plus what its MLP ends in, each times a"
+            " number: what attention changes cannot be written to the MLP"
+        )
 
     def _sums(
         self, residual: tuple[str, ...], mlp: Call, holders: list[Call], made: Value
@@ -411,14 +401,14 @@ class _Reading:
         later = [call.given.now for call in self.calls[written + 1 :] if call not in holders]
         factors = self._factors(holders)
         for branch, factor in product(factors, reversed(factors)):
-            stream = [sums.times(x, factor) for x in hidden]
-            added = sums.times(mlp.made.now, branch)
+            stream = [times(x, factor) for x in hidden]
+            added = times(mlp.made.now, branch)
             found = {"residual": residual, "residual_multiplier": branch}
             if factor != 1:
                 found["residual_factor"] = factor
             yield found, output, [*stream, added], 1.0
             for beside in self._beside(mlp, holders):
-                yield found, output, [*stream, added, sums.times(beside, branch)], 1.0
+                yield found, output, [*stream, added, times(beside, branch)], 1.0
             if factor != 1:
                 continue
             for x in later:
@@ -436,19 +426,6 @@ class _Reading:
         for call in self.calls if mlp is holders[-1] else []:
             if call.made.now.numel() == given.numel() and call not in holders:
                 yield call.made.now
-
-    def _fitted(
-        self, residual: tuple[str, ...], mlp: Call, made: Value
-    ) -> tuple[float, dict[str, Any]]:
-        """The factors by least squares, for factors without a name, and the share of the elements
-        that they give to the last bit.
-        """
-        hidden = torch.stack([self._tap(name).double() for name in residual]).sum(0)
-        found = sums.fitted(made.now, hidden, mlp.made.now)
-        if found is None:
-            return 0.0, {}
-        names = ("residual_factor", "residual_multiplier")
-        return found[0], {"residual": residual, **dict(zip(names, found[1:], strict=True))}
 
     def _own_weights(self) -> list[tuple[str, Tensor]]:
         """The block's own parameters and buffers: candidates for a factor of the residual stream if
@@ -481,21 +458,20 @@ class _Reading:
             if PatchedExperts.is_transposed(call.module) or PatchedScaledExperts.fits(call.module):
                 yield call.path
 
-    def _norm_forms(self, norms: list[Call]) -> dict:
-        block_specs = [self._norm_form(norm) for norm in norms]
-        if any(spec != block_specs[0] for spec in block_specs):
+    def _norm_form(self, norms: list[Call]) -> dict[str, Any]:
+        """How norms apply their weights: each way is tried, and compared bit for bit."""
+        forms = []
+        for call in norms:
+            try:
+                form = rms_norm_form(call.module, call.given.now, call.made.now)
+            except TypeError as error:
+                raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
+            if form is None:
+                raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
+            forms.append({"scale_offset": form[0], "cast_first": form[1]})
+        if any(form != forms[0] for form in forms):
             raise self._refuse(f"{norms[0].path} and {norms[1].path} are norms of different kinds")
-        return block_specs[0] if block_specs else {}
-
-    def _norm_form(self, call: Call) -> dict:
-        """How a norm applies its weight: each way is tried, and compared bit for bit."""
-        try:
-            spec = rms_norm_form(call.module, call.given.now, call.made.now)
-        except TypeError as error:
-            raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
-        if spec is None:
-            raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
-        return {"scale_offset": spec[0], "cast_first": spec[1]}
+        return forms[0] if forms else {}
 
     # -- blocks without one
 
