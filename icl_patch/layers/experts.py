@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from icl_patch import ops
 from icl_patch.layers.patched_module import Mode, PatchedModule
-from icl_patch.layers.product_interception import call_with_changed_product
+from icl_patch.layers.product_interception import FirstProductChanged
 
 # tokens of several a row: with more of them an expert has enough for a product of its own
 _FUSED_TOKENS = 64
@@ -245,8 +245,8 @@ class PatchedScaledExperts(PatchedExperts):
 
     def with_read(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """The base experts, with their first product (E, M, 2I) replaced by ``change`` of it."""
-        out: Tensor
-        out, _ = call_with_changed_product(self.base_layer, torch.bmm, change, x)
+        with FirstProductChanged(torch.bmm, change):
+            out: Tensor = self.base_layer(x)
         return out
 
     def _run(self, x: Tensor) -> Tensor:  # type: ignore[override]

@@ -119,7 +119,7 @@ class Ranks:
                 raise
             self._meet("shared", error=error)
             raise AssertionError("ranks that went on after an error") from error
-        self._same_place("shared")
+        self._meet("shared")
         return result
 
     def agree(self, facts: Mapping[str, object]) -> None:
@@ -130,10 +130,7 @@ class Ranks:
         """
         if self.size == 1:
             return
-        texts = {name: str(fact) for name, fact in facts.items()}
-        if self._meet(f"facts {texts}")[1]:
-            return
-        found = self._gather("facts", texts)
+        found = self.exchange({name: str(fact) for name, fact in facts.items()})
         first = found[0]
         for rank, other in zip(self.ranks, found, strict=True):
             for name in {**first, **other}:
@@ -145,30 +142,23 @@ class Ranks:
                             f" {other.get(name)} on rank {rank}"
                         )
                     )
-        raise AssertionError("ranks that differ in nothing")
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is True on some rank."""
-        return flag if self.size == 1 else self._same_place("any", flag)
+        return flag if self.size == 1 else self._meet("any", flag)
 
-    def _same_place(self, place: str, flag: bool = False) -> bool:
-        found, same = self._meet(place, flag)
-        if not same:
-            self._gather(place, None)  # which raises
-        return found
-
-    def _meet(
-        self, place: str, flag: bool = False, error: BaseException | None = None
-    ) -> tuple[bool, bool]:
-        """Whether the flag is True on some rank, and whether all ranks are at one place; raises if
-        one of them has an error, or does not come.
+    def _meet(self, place: str, flag: bool = False, error: BaseException | None = None) -> bool:
+        """Whether the flag is True on some rank; raises if one of them has an error, is at another
+        place, or does not come.
         """
         number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
         found = torch.tensor([int(error is not None), int(flag), number, -number])
         self._answered(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
         if found[0]:
             self._raise_first(error)
-        return bool(found[1]), int(found[2]) == -int(found[3])
+        if found[2] != -found[3]:
+            self._gather(place, None)  # which raises
+        return bool(found[1])
 
     def _raise_first(self, error: BaseException | None) -> NoReturn:
         """Raise the error of the first rank that has one of its own, on every rank."""
@@ -193,7 +183,7 @@ class Ranks:
         """What every rank says, an object that can be pickled, in the order of the ranks."""
         if self.size == 1:
             return [word]
-        self._same_place("exchange")
+        self._meet("exchange")
         return self._gather("exchange", word)
 
     def _gather(self, place: str, word: Any) -> list[Any]:
