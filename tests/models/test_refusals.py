@@ -1,6 +1,5 @@
 """What a patcher refuses, and that everything still works afterwards."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -99,14 +98,12 @@ def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
 
 def test_weights_that_a_state_dict_spoils_are_refused() -> None:
     """bitsandbytes marks them so where the CPU multiplies in bf16; elsewhere they are served."""
-    for packs in (True, False):
-        model = build("llama")
-        model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu = packs
-        if packs:
-            with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj .*8 bits"):
-                ContextPatcher(model)
-        else:
-            ContextPatcher(model).detach()
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu = True
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj .*8 bits"):
+        ContextPatcher(model)
+    model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu = False
+    ContextPatcher(model).detach()
 
 
 def test_weights_and_ids_without_values_are_refused() -> None:
@@ -151,12 +148,9 @@ def test_a_patcher_in_place_of_its_model_is_refused(tmp_path: Path) -> None:
             detach(patcher)
 
 
-def test_an_unknown_update_and_training_are_refused() -> None:
+def test_an_unknown_update_is_refused_and_training_without_dropout_is_not() -> None:
     with pytest.raises(ValueError, match="expected update direct, stable, exact, got 'best'"):
         ContextPatcher(build("llama"), "best")
-    with pytest.raises(ValueError, match="dropout"):
-        ContextPatcher(build("llama", attention_dropout=0.1).train())
-    # without dropout training changes nothing
     with ContextPatcher(build("llama").train()) as patcher:
         works(patcher)
 
@@ -344,7 +338,7 @@ def test_padding_that_a_recurrent_state_sees(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("number", [0.97, 0.999, 1.02, 1 / 3])
+@pytest.mark.parametrize("number", [0.999, 1 / 3])
 def test_a_multiplier_without_a_name_is_measured(number: float, dtype: torch.dtype) -> None:
     """Near 1 a few roundings of the dtype hide it, but not from all elements."""
     model = disguised(Weighed).to(dtype)
@@ -464,11 +458,9 @@ def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:
     assert torch.equal(llama_patcher.forward(other, patch, kept_mask=kept_mask.long()), expected)
 
 
-def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
+def test_a_patch_of_another_update_is_replayed(llama_patcher: ContextPatcher) -> None:
+    """Computed on these weights, by another update: it is a change of weights like any other."""
     patch = llama_patcher.compute(IDS, KEPT)
-    with pytest.raises(ValueError, match="a part of one"):
-        llama_patcher.forward(KEPT, dataclasses.replace(patch, layers=patch.layers[:2]))
-    # computed on these weights, by another update: it is a change of weights like any other
     with ContextPatcher(build("llama"), "direct") as direct:
         assert metrics.linf(direct.forward(KEPT, patch), patch.logits).max() <= noise_limit(
             direct.model
