@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import Mode, PatchedModule
+from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.product_interception import FirstProductChanged
 
 # tokens of several a row: with more of them an expert has enough for a product of its own
@@ -79,16 +79,9 @@ class PatchedExperts(PatchedModule):
         super().off()
         self.tokens = 1
 
-    def _run(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """z (M, d), the chosen experts (M, k) and their weights (M, k) -> (M, d)."""
-        if self.observer is not None:
-            self.observer(z, index)
-        if self.mode is Mode.OFF:
-            return self.base_layer(z, index, weights)
-        if self.mode is Mode.RECORD:
-            assert self.recorder is not None
-            return self.recorder(self, z, index, weights)
-        return self._replay(z, index, weights)
+    def _observe(self, z: Tensor, index: Tensor, weights: Tensor) -> None:
+        assert self.observer is not None
+        self.observer(z, index)
 
     # -- the parts, expert by expert
 
@@ -183,6 +176,7 @@ class PatchedExperts(PatchedModule):
         return shares.sum(-1, keepdim=True)
 
     def _replay(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """z (M, d), the chosen experts (M, k) and their weights (M, k) -> (M, d)."""
         fused = self.uses_expert_linear(z, len(z) // self.tokens, self.tokens)
         read = self.read(z, index, fused)
         if self.read_u is not None and self.read_v is not None:
@@ -249,16 +243,13 @@ class PatchedScaledExperts(PatchedExperts):
             out: Tensor = self.base_layer(x)
         return out
 
-    def _run(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def _observe(self, x: Tensor) -> None:  # type: ignore[override]
+        assert self.observer is not None
+        index, slots = self.active(x)
+        self.observer(slots.flatten(1), index)
+
+    def _replay(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """x (E·M, d), expert after expert -> the same."""
-        if self.observer is not None:
-            index, slots = self.active(x)
-            self.observer(slots.flatten(1), index)
-        if self.mode is Mode.OFF:
-            return self.base_layer(x)
-        if self.mode is Mode.RECORD:
-            assert self.recorder is not None
-            return self.recorder(self, x)
         assert self.index is not None and self.read_u is not None and self.read_v is not None
         index, slots = self.active(x)
         u, v = self._of_slots(self.read_u, index), self.read_v

@@ -158,14 +158,14 @@ class _Reading:
             raise self._refuse(
                 f"expected a residual stream (B, T, d) in and out, got {shapes[0]} and {shapes[1]}"
             )
+        if not self.mixers:
+            raise self._refuse("no module in it takes an attention mask or a cache")
         if (streams := self._streams()) > 1:
             raise self._refuse(
                 f"it carries {streams} residual streams, into which attention and the MLP write in"
                 " different proportions: what attention changes is not in the direction that the"
                 " MLP writes in"
             )
-        if not self.mixers:
-            raise self._refuse("no module in it takes an attention mask or a cache")
         self._check_plain_experts()
         if not self.matrices and not self.experts:
             return self._mixer_form()
@@ -206,8 +206,6 @@ class _Reading:
         n·d): a context layer reads one of width d.
         """
         given = self.block.given.now
-        if not self.mixers:
-            return 1
         read = self.mixers[0].given.now.shape
         if given.dim() == 4:
             return given.shape[2] if given.shape[:2] == read[:2] else 1
@@ -455,7 +453,8 @@ class _Reading:
             if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
                 yield name
         for call in experts:
-            if PatchedExperts.is_transposed(call.module) or PatchedScaledExperts.fits(call.module):
+            layout = experts_class(call.module)
+            if layout is not None and layout.is_transposed(call.module):
                 yield call.path
 
     def _norm_form(self, norms: list[Call]) -> dict[str, Any]:

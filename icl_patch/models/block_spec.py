@@ -164,8 +164,8 @@ class Block:
         return f"{self.path}.{part}" if part else self.path
 
     def differences(self, other: "Block") -> list[str]:
-        """The names of the fields of the spec that differ. A factor of the residual stream may have
-        been fitted to outputs in the block's dtype; all other numbers are right to 40 bits.
+        """The names of the fields of the spec that differ, numbers by more than the dtype's
+        rounding, to which they may have been fitted.
         """
         fitted = torch.finfo(getattr(torch, self.spec.dtype)).eps
 
@@ -173,6 +173,6 @@ class Block:
             x, y = getattr(self.spec, name), getattr(other.spec, name)
             if not (isinstance(x, float) and isinstance(y, float)):
                 return bool(x != y)
-            return not math.isclose(x, y, rel_tol=fitted if name == "residual_factor" else 2.0**-40)
+            return not math.isclose(x, y, rel_tol=fitted)
 
         return [entry.name for entry in fields(BlockSpec) if differs(entry.name)]

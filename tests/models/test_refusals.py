@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,14 +48,6 @@ def test_a_llama_without_a_language_model_head_is_refused(
     config = build("llama", pad_token_id=pad_token_id).config
     with pytest.raises(UnsupportedModelError, match=kind):
         ContextPatcher(getattr(transformers, kind)(config).eval())
-
-
-def test_a_model_on_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama")
-    parameters = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu")]
-    monkeypatch.setattr(model, "parameters", lambda: parameters)
-    with pytest.raises(UnsupportedModelError, match="on one device, got cpu, cuda:0: load it onto"):
-        ContextPatcher(model)
 
 
 def test_attention_without_a_mask_is_refused() -> None:
