@@ -11,8 +11,12 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import weight_of
-from icl_patch.layers.expert_layouts import PatchedParallelExperts, experts_class
-from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
+from icl_patch.layers.experts import (
+    PatchedExperts,
+    PatchedParallelExperts,
+    PatchedScaledExperts,
+    experts_class,
+)
 from icl_patch.layers.rms_norm import rms_norm_form
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.language_model import layers_of, random_tokens
@@ -107,14 +111,29 @@ def _is_norm(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Ending:
-    """The last modules of an MLP: output matrix or experts, and the norm of a scale writer."""
+    """The last modules of an MLP: output matrix, none if the experts end it, and the norm of a
+    scale writer.
+    """
 
-    writer: Writer
     down: Call | None = None
     norm: Call | None = None
     # the experts' norm, if `norm` reads the sum of two norms' outputs
     inner: Call | None = None
     addend: Call | None = None  # the other term of a sum that the norm reads
+
+    @property
+    def writer(self) -> Writer:
+        """The kind of parameters that take up ``delta``."""
+        if self.norm is not None:
+            return Writer.SCALE
+        if self.down is None:
+            return Writer.EXPERTS
+        biased = isinstance(getattr(self.down.module, "bias", None), Tensor)
+        return Writer.BIAS if biased else Writer.WEIGHT
+
+
+def _path(call: Call | None) -> str | None:
+    return None if call is None else call.path
 
 
 class _Reading:
@@ -169,17 +188,7 @@ class _Reading:
         self._check_plain_experts()
         if not self.matrices and not self.experts:
             return self._mixer_form()
-        first = self._first()
-        z, place = first.given, self.trace.calls.index(first)
-        pre = [call for call in self.norms if call.made.same_as(z)]
-        parallel = any(x.same_as(self.block.given) for x in (z, *(call.given for call in pre)))
-        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
-        if behind and not parallel:
-            raise self._refuse(
-                f"{behind[-1]} looks at the context behind the MLP: a change of the MLP's weights"
-                " cannot have that effect"
-            )
-        return self._mlp_form(z, pre, parallel)
+        return self._mlp_form()
 
     def _check_plain_experts(self) -> None:
         """Raises UnsupportedModelError for experts whose matrices are quantised."""
@@ -214,51 +223,68 @@ class _Reading:
 
     # -- blocks with an MLP
 
-    def _mlp_form(self, z: Value, pre: list[Call], parallel: bool) -> BlockSpec:
-        """The form of a block whose MLP reads ``z``, of the norms ``pre``; of the block's input if
-        it is parallel.
-        """
-        readers = [call for call in self.matrices if call.given.same_as(z)]
-        own = self._readers_of_their_own(z, pre)
-        readers += [call for call in own if call not in self.experts]
-        experts = [
+    def _mlp_form(self) -> BlockSpec:
+        self.first = min(self.matrices + self.experts, key=self.calls.index)
+        z = self.z = self.first.given
+        pre = [call for call in self.norms if call.made.same_as(z)]
+        parallel = any(x.same_as(self.block.given) for x in (z, *(call.given for call in pre)))
+        place = self.trace.calls.index(self.first)
+        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
+        if behind and not parallel:
+            raise self._refuse(
+                f"{behind[-1]} looks at the context behind the MLP: a change of the MLP's weights"
+                " cannot have that effect"
+            )
+        own = self._readers_of_their_own(pre)
+        readers = [
             call
-            for call in self.experts
-            if call.given.same_as(z) or call in own or PatchedScaledExperts.fits(call.module)
+            for call in self.matrices + own
+            if call not in self.experts and (call in own or call.given.same_as(z))
         ]
-        if len(self.experts) > 1 or len(experts) != len(self.experts):
-            raise self._refuse(f"{self.experts[0].path} does not read what the router reads")
+        for experts in self.experts:
+            scaled = PatchedScaledExperts.fits(experts.module)
+            known = scaled or experts in own or experts.given.same_as(z)
+            if len(self.experts) > 1 or not known:
+                raise self._refuse(f"{experts.path} does not read what the router reads")
         downs = [call for call in self.matrices if call not in readers]
-        ending = self._ending(readers, downs, experts)
-        ends_at = self._closing_norm(ending)
-        made = self.block.made if ends_at is None else ends_at.given
-        sum_ = self._explain(self._residuals(z, parallel), ending, made)
-        patched = [] if parallel else readers
-        names = [call.path for call in (*readers, *downs)]
+        ending = self._ending(readers, downs)
+        found: dict[str, Any] = {"separately_normed": tuple(call.path for call in own)}
+        if not parallel:
+            found["readers"] = tuple(call.path for call in readers)
+            found["routers"] = tuple(call.path for call in readers if call.several)
+        for experts in self.experts:
+            found["expert_bias"] = PatchedExperts.has_output_bias(experts.module)
+            found["experts_scale_input"] = PatchedScaledExperts.fits(experts.module)
+            if not parallel or ending.down is None:
+                found["experts"] = experts.path
+        found["transposed"] = tuple(self._transposed([*readers, *downs]))
+        return self._spec(ending, self._residuals(parallel), **found)
+
+    def _spec(self, ending: _Ending, residuals: list[tuple[str, ...]], **found: Any) -> BlockSpec:
+        """The form with this ending, and with what is ``found`` of it already."""
+        closing = [
+            call
+            for call in self.norms
+            if call is not ending.norm and call.made.same_as(self.block.made)
+        ]
+        final_norm = closing[-1] if closing else None  # of a post-LN block
+        made = self.block.made if final_norm is None else final_norm.given
         return BlockSpec(
             writer=ending.writer,
-            readers=tuple(call.path for call in patched),
-            routers=tuple(call.path for call in patched if call.several),
-            down=None if ending.down is None else ending.down.path,
-            post_norm=None if ending.norm is None else ending.norm.path,
-            separately_normed=tuple(call.path for call in own),
-            inner_norm=None if ending.inner is None else ending.inner.path,
-            addend=None if ending.addend is None else ending.addend.path,
-            **self._norm_form([norm for norm in (ending.norm, ending.inner) if norm is not None]),
-            experts=(
-                experts[0].path if experts and (not parallel or ending.down is None) else None
-            ),
-            expert_bias=bool(experts) and PatchedExperts.has_output_bias(experts[0].module),
-            experts_scale_input=bool(experts) and PatchedScaledExperts.fits(experts[0].module),
-            transposed=tuple(self._transposed(names, experts)),
-            final_norm=None if ends_at is None else ends_at.path,
-            **sum_,
+            down=_path(ending.down),
+            post_norm=_path(ending.norm),
+            inner_norm=_path(ending.inner),
+            addend=_path(ending.addend),
+            final_norm=_path(final_norm),
             dtype=str(made.now.dtype).removeprefix("torch."),
+            **self._norm_form([norm for norm in (ending.norm, ending.inner) if norm is not None]),
+            **self._explain(residuals, ending, made),
+            **found,
         )
 
-    def _ending(self, readers: list[Call], downs: list[Call], experts: list[Call]) -> _Ending:
-        """The writer and its modules, which are the last of the MLP."""
-        last = max(downs + experts, key=self.calls.index, default=None)
+    def _ending(self, readers: list[Call], downs: list[Call]) -> _Ending:
+        """The last modules of the MLP."""
+        last = max(downs + self.experts, key=self.calls.index, default=None)
         if last is None:
             raise self._refuse(
                 f"nothing that is known reads what {', '.join(call.path for call in readers)} give:"
@@ -266,55 +292,48 @@ class _Reading:
                 " (gate_up_proj and down_proj of three dimensions), JetMoE's or DBRX's"
             )
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
-        down = None if last in experts else last
+        down = None if last in self.experts else last
         for norm in after:
             if norm.given.same_as(last.made):
-                return (self._nested_ending(norm) if experts else None) or _Ending(
-                    Writer.SCALE, down, norm
-                )
+                return (self._nested_ending(norm) if self.experts else None) or _Ending(down, norm)
             addend = self._other_term(norm.given, last.made)
             if addend is not None:
-                return _Ending(Writer.SCALE, down, norm, addend=addend)
+                return _Ending(down, norm, addend=addend)
         gates = [call for call in readers if call.made.now.shape[-1] == 1]
-        if experts and (gates or not downs):
-            if PatchedScaledExperts.fits(experts[0].module):
-                raise self._refuse(
-                    f"{experts[0].path} scales what it reads, and nothing beside it can write"
-                )
-            return _Ending(Writer.EXPERTS)
-        return self._matrix_ending(downs[-1])
-
-    @staticmethod
-    def _matrix_ending(down: Call) -> _Ending:
-        biased = isinstance(getattr(down.module, "bias", None), Tensor)
-        return _Ending(Writer.BIAS if biased else Writer.WEIGHT, down)
+        if not self.experts or (downs and not gates):
+            return _Ending(downs[-1])
+        if PatchedScaledExperts.fits(self.experts[0].module):
+            raise self._refuse(
+                f"{self.experts[0].path} scales what it reads, and nothing beside it can write"
+            )
+        return _Ending()
 
     def _nested_ending(self, inner: Call) -> _Ending | None:
         """A norm of the sum of the experts' norm and of another module's output."""
         for norm in self.norms[self.norms.index(inner) + 1 :]:
             if (addend := self._other_term(norm.given, inner.made)) is not None:
-                return _Ending(Writer.SCALE, norm=norm, inner=inner, addend=addend)
+                return _Ending(norm=norm, inner=inner, addend=addend)
         return None
 
     def _other_term(self, total: Value, term: Value) -> Call | None:
         """The module of the MLP for which ``term`` plus the module's output is ``total``."""
-        calls = self.calls[self.calls.index(self._first()) :]
+        calls = self.calls[self.calls.index(self.first) :]
         found = (call for call in calls if is_sum(total.now, [term.now, call.made.now]))
         return next(found, None)
 
-    def _readers_of_their_own(self, z: Value, pre: list[Call]) -> list[Call]:
+    def _readers_of_their_own(self, pre: list[Call]) -> list[Call]:
         """Experts that read the residual stream through another norm than the first reader does,
         and the matrices before them.
         """
         others = [
             call
             for call in self.experts
-            if PatchedExperts.fits(call.module) and not call.given.same_as(z)
+            if PatchedExperts.fits(call.module) and not call.given.same_as(self.z)
         ]
         through = [norm for norm in self.norms if pre and norm.given.same_as(pre[0].given)]
         if not others or not any(others[0].given.same_as(norm.made) for norm in through):
             return []
-        start, end = self.calls.index(self._first()), self.calls.index(others[0])
+        start, end = self.calls.index(self.first), self.calls.index(others[0])
         before = [
             call
             for call in self.calls[start:end]
@@ -322,30 +341,18 @@ class _Reading:
         ]
         return [*before, others[0]]
 
-    def _residuals(self, z: Value, parallel: bool) -> list[tuple[str, ...]]:
+    def _residuals(self, parallel: bool) -> list[tuple[str, ...]]:
         """Candidates for the residual stream before the MLP."""
         if parallel:
             return [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
         # a norm may have modules of its own, such as a gate
+        z = self.z
         pre = [call for call in self.calls if call.made.same_as(z) and not call.given.same_as(z)]
         return [
             *((f"input of {call.path}",) for call in pre),
-            (f"input of {self._first().path}",),
+            (f"input of {self.first.path}",),
             *((f"output of {mixer.path}",) for mixer in self.mixers),  # with the sum inside (DBRX)
         ]
-
-    def _first(self) -> Call:
-        """The first module that reads the MLP's input."""
-        return min(self.matrices + self.experts, key=self.calls.index)
-
-    def _closing_norm(self, ending: _Ending) -> Call | None:
-        """The last norm of a post-LN block; its output is the block's output."""
-        found = [
-            call
-            for call in self.norms
-            if call is not ending.norm and call.made.same_as(self.block.made)
-        ]
-        return found[-1] if found else None
 
     def _factors(self, holders: list[Call]) -> list[float]:
         """The candidates for the numbers by which the block multiplies its residual stream and its
@@ -447,12 +454,11 @@ class _Reading:
             else value
         )
 
-    def _transposed(self, names: list[str], experts: list[Call]) -> Iterator[str]:
-        for name in names:
-            module = self.module.get_submodule(name)
-            if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-                yield name
-        for call in experts:
+    def _transposed(self, matrices: list[Call]) -> Iterator[str]:
+        for call in matrices:
+            if type(call.module).__name__ == "Conv1D" and hasattr(call.module, "nf"):
+                yield call.path
+        for call in self.experts:
             layout = experts_class(call.module)
             if layout is not None and layout.is_transposed(call.module):
                 yield call.path
@@ -489,14 +495,5 @@ class _Reading:
         down = next((call for call in own[::-1] if call.made.same_as(mixer.made)), None)
         if down is None:
             raise self._refuse(f"{mixer.path} does not end in a matrix")
-        ending = self._matrix_ending(down)
         self.calls = self.trace.calls[:-1]
-        sum_ = self._explain([("input of ",)], ending, self.block.made)
-        dtype = str(self.block.made.now.dtype).removeprefix("torch.")
-        return BlockSpec(
-            writer=ending.writer,
-            down=down.path,
-            **sum_,
-            dtype=dtype,
-            mixer=True,
-        )
+        return self._spec(_Ending(down), [("input of ",)], mixer=True)

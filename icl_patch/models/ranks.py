@@ -10,9 +10,9 @@ What the ranks tell each other goes through a process group of their own. It wai
 model's own groups, whose errors it carries.
 """
 
+import builtins
 import hashlib
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -162,18 +162,17 @@ class Ranks:
 
     def _raise_first(self, error: BaseException | None) -> NoReturn:
         """Raise the error of the first rank that has one of its own, on every rank."""
-        word = None if error is None else [type(error).__name__, str(error), _is_lost(error)]
-        words = self._gather("error", word)
-        lost = [found for found in words if found and found[2]]
-        own = [(rank, found) for rank, found in enumerate(words) if found and not found[2]]
-        rank, (kind, message, _) = own[0] if own else (words.index(lost[0]), lost[0])
-        message = f"{message} (on rank {self.ranks[rank]})"
-        if lost:  # a message has not come: the groups are not to be used again
+        word = None if error is None else (_is_lost(error), type(error).__name__, str(error))
+        words = zip(self._gather("error", word), self.ranks, strict=True)
+        found = [(*word, rank) for word, rank in words if word]
+        lost, kind, message, rank = min(found, key=lambda each: each[0])
+        message = f"{message} (on rank {rank})"
+        if any(each[0] for each in found):  # a message has not come: the groups are of no more use
             self._lost = message
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt
-        known: Any = getattr(errors, kind, None) or getattr(sys.modules["builtins"], kind, None)
-        if own and isinstance(known, type) and issubclass(known, Exception):
+        known: Any = getattr(errors, kind, None) or getattr(builtins, kind, None)
+        if not lost and isinstance(known, type) and issubclass(known, Exception):
             raise on_all_ranks(_made(known, message)) from error
         raise on_all_ranks(RankError(f"{kind}: {message}")) from error
 
