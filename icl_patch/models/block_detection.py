@@ -277,8 +277,8 @@ class _Reading:
             addend=_path(ending.addend),
             final_norm=_path(final_norm),
             dtype=str(made.now.dtype).removeprefix("torch."),
-            **self._norm_form([norm for norm in (ending.norm, ending.inner) if norm is not None]),
             **self._explain(residuals, ending, made),
+            **self._norm_form([norm for norm in (ending.norm, ending.inner) if norm is not None]),
             **found,
         )
 

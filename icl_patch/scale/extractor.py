@@ -8,10 +8,10 @@ second run writes the same files.
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -149,7 +149,7 @@ class Extractor:
             and len(batch) * (kept + context) <= most.tokens
             and len(batch) * kept * (self._memory_per_token or 0) <= most.nbytes
             and len(batch) * kept * (1 - _PADDING) <= sum(row.lengths[0] for row in batch)
-            and len(set(map(self._kind, batch))) == 1
+            and self._kind(batch[0]) == self._kind(batch[-1])
         )
 
     def _shards(self, batch: Sequence[EncodedRow], reject: Rejecting) -> Iterator[pa.Table]:
@@ -180,14 +180,7 @@ class Extractor:
         else:
             stored.save(self.folder / SHARDS / f"{name}.safetensors")
         errors = [None] * len(rows) if rounded is patch else self._replay_errors(rounded)
-        records = self._records(patch.select(layers=contents.layers), rows)
-        for place, (record, id_, error) in enumerate(zip(records, ids, errors, strict=True)):
-            record |= {"id": id_.hex(), "replay_error": error}
-            if not contents.statistics:
-                record |= {"file": f"{SHARDS}/{name}.safetensors", "offset": place}
-        schema = _schema(list(records[0]["norms"]), contents.statistics)
-        schema = schema.with_metadata({"icl_patch": json.dumps(asdict(self.run))})
-        table = pa.Table.from_pylist(records, schema)
+        table = self._index(patch.select(layers=contents.layers), rows, ids, name, errors)
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer)
         write_atomically(self.folder / INDEX / f"{name}.parquet", [memoryview(buffer.getvalue())])
@@ -203,29 +196,41 @@ class Extractor:
         rows = zip(logits.split(1), patch.logits.split(1), patch.kept_mask.split(1), strict=True)
         return [error_of(*row) for row in rows]
 
-    def _records(self, patch: ContextPatch, rows: Sequence[EncodedRow]) -> list[dict[str, Any]]:
-        """What the index says of the texts and the change of each row; ``norms`` and the like by
-        module, a number for each layer (and token).
+    def _index(
+        self,
+        patch: ContextPatch,
+        rows: Sequence[EncodedRow],
+        ids: Sequence[bytes],
+        name: str,
+        errors: Sequence[float | None],
+    ) -> pa.Table:
+        """A row a patch; ``norms`` and the like are structs by module, a number for each layer (and
+        token).
         """
         assert patch.report is not None
         misses = (patch.report.misses * patch.kept_mask).sum((0, 2)).tolist()
         norms, records = patch.norms(), []
         for place, row in enumerate(rows):
             kept, context = row.lengths
-            record: dict[str, Any] = {
+            record = {
+                "id": ids[place].hex(),
                 "row": row.row.number,
                 "context_sha256": _sha256(row.row.context),
                 "kept_sha256": _sha256(row.row.kept),
                 "context_tokens": context,
                 "kept_tokens": kept,
                 "misses": misses[place] if patch.info.update == "exact" else None,
+                "replay_error": errors[place],
                 "norms": {key: x[:, place, :kept].tolist() for key, x in norms.items()},
             }
             if self.contents.statistics:
-                found = zip(("sums", "ranks"), sums_and_ranks(patch, place), strict=True)
-                record |= {key: {k: x.tolist() for k, x in each.items()} for key, each in found}
+                record |= sums_and_ranks(patch, place)
+            else:
+                record |= {"file": f"{SHARDS}/{name}.safetensors", "offset": place}
             records.append(record)
-        return records
+        schema = _schema(list(norms), self.contents.statistics)
+        schema = schema.with_metadata({"icl_patch": json.dumps(asdict(self.run))})
+        return pa.Table.from_pylist(records, schema)
 
 
 def _bytes_per_token(patch: ContextPatch) -> int:
@@ -270,7 +275,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sums_and_ranks(patch: ContextPatch, row: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def sums_and_ranks(patch: ContextPatch, row: int) -> dict[str, dict[str, list[float]]]:
     """``‖Σ_t ΔW_t‖_F`` and the rank of ``Σ_t ΔW_t``, t the kept tokens of one row, for every
     changed parameter by its module's name; Δb and Δm have a rank of at most 1.
 
@@ -280,23 +285,20 @@ def sums_and_ranks(patch: ContextPatch, row: int) -> tuple[dict[str, Tensor], di
     the ranks.
 
     Returns:
-        Sums (L,) fp64 and ranks (L,) int64, 0 for a block that has no such module.
+        ``"sums"`` and ``"ranks"``, a number for each layer, 0 for a block that has no such module.
     """
-    sums: dict[str, Tensor] = {}
-    ranks: dict[str, Tensor] = {}
+    sums: dict[str, list[float]] = defaultdict(lambda: [0] * len(patch.layers))
+    ranks: dict[str, list[float]] = defaultdict(lambda: [0] * len(patch.layers))
     for place, (index, layer) in enumerate(zip(patch.layer_indices, patch.layers, strict=True)):
         for change in parameter_changes(patch.blocks[index].spec, layer):
-            if change.name not in sums:
-                sums[change.name] = torch.zeros(len(patch.layers), dtype=torch.float64)
-                ranks[change.name] = torch.zeros(len(patch.layers), dtype=torch.int64)
-            square, rank = 0.0, 0
+            square = 0.0
             for u, v in _matrices(change, row, patch.kept_mask[row]):
                 values = _singular_values(u, v)
                 spacing = torch.finfo(torch.float32).eps * max(u.shape[1], v.shape[1])
                 square += float(values.square().sum())
-                rank += int((values > values.max() * spacing).sum())
-            sums[change.name][place], ranks[change.name][place] = square**0.5, rank
-    return sums, ranks
+                ranks[change.name][place] += int((values > values.max() * spacing).sum())
+            sums[change.name][place] = square**0.5
+    return {"sums": sums, "ranks": ranks}
 
 
 def _matrices(change: ParameterChange, row: int, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
