@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import build, case
-from support.numeric import EPSILON, UNIT, within_roundings
+from support.numeric import UNIT, within_roundings
 from support.quantised import Int8Linear
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -125,7 +125,7 @@ def test_the_output_is_rounded_once_to_the_wanted_dtype(dtype: torch.dtype) -> N
     assert within_roundings(layer(z), wide, 2 * K, size)
     layer.set_patch(u, v)
     assert layer(z).dtype == dtype
-    assert metrics.linf(layer(z), wide).max() <= EPSILON[dtype]
+    assert metrics.linf(layer(z), wide).max() <= torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -218,10 +218,10 @@ def test_merged_weights_do_what_the_patch_does(kind: type, dtype: torch.dtype) -
     assert type(merged) is kind
     assert torch.equal(merged.weight, expected.to(dtype))
     assert torch.equal(merged.bias, base.bias)
-    assert metrics.linf(merged(z), layer(z)).max() <= 8 * EPSILON[dtype]
+    assert metrics.linf(merged(z), layer(z)).max() <= 8 * torch.finfo(dtype).eps
     assert not torch.equal(merged.weight, base.weight)
     layer.set_bias_change(torch.randn(N))
-    assert metrics.linf(layer.merge()(z), layer(z)).max() <= 8 * EPSILON[dtype]
+    assert metrics.linf(layer.merge()(z), layer(z)).max() <= 8 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("name", BASES)
