@@ -26,7 +26,7 @@ from icl_patch.models.model_checks import (
     check_language_model,
     check_not_shared,
 )
-from icl_patch.models.residual_sums import fitted, is_sum, times
+from icl_patch.models.residual_sums import is_sum, times
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, outermost, trace
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
@@ -373,26 +373,18 @@ class _Reading:
         """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
         the block's output, or the sum that it computes further with.
 
-        A candidate that gives the output to the last bit is taken: that proves it. If there is
-        none, the numbers have no name, and are fitted.
+        A candidate that gives the output to the last bit is taken: that proves it.
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
-        pairs = list(product(residuals, holders))
-        for residual, mlp in pairs:
+        for residual, mlp in product(residuals, holders):
             for found, total, terms, scale in self._sums(residual, mlp, holders, made):
                 if is_sum(total, terms, scale):
                     return found
-        for residual, mlp in pairs:
-            hidden = torch.stack([self._tap(name).double() for name in residual]).sum(0)
-            numbers = fitted(made.now, hidden.to(made.now.dtype), mlp.made.now)
-            if numbers is not None:
-                factor, multiplier = numbers
-                found = {"residual_factor": factor, "residual_multiplier": multiplier}
-                return found | {"residual": residual}
         raise self._refuse(
-            "its output is not its residual stream plus what its MLP ends in, each times a"
-            " number: what attention changes cannot be written to the MLP"
+            "its output is not its residual stream plus what its MLP ends in, each times 1 or an"
+            " attribute that ends in multiplier, scale or factor: what attention changes cannot be"
+            " written to the MLP"
         )
 
     def _sums(

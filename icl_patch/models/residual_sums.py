@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Roundings in a block's sum, in units of the dtype's spacing.
-_ROUNDINGS = 8
-
 
 def times(x: Tensor, factor: float) -> Tensor:
     """``factor · x`` in the dtype of x, as a model computes it."""
@@ -58,23 +55,3 @@ def _orders(terms: Sequence[Tensor]) -> Iterator[Tensor]:
         for x in _orders(left):
             for y in _orders(right):
                 yield x + y
-
-
-def fitted(total: Tensor, hidden: Tensor, added: Tensor) -> tuple[float, float] | None:
-    """The numbers a and b for which ``a · hidden + b · added`` is nearest to ``total``, each
-    element in units of its own size; None if an element is off by more than a few roundings, or
-    a or b is 0. Both numbers are as exact as the roundings of ``total`` let them be.
-    """
-    if not total.numel() == hidden.numel() == added.numel():
-        return None
-    terms = torch.stack([x.double().flatten() for x in (hidden, added, total)], 1)
-    size = terms.abs().sum(1, keepdim=True)
-    rows = (terms / size)[(size > 0).squeeze(1) & terms.isfinite().all(1)]
-    if not len(rows):
-        return None
-    a, b = torch.linalg.lstsq(rows[:, :2], rows[:, 2:]).solution.flatten().float().tolist()
-    limit = _ROUNDINGS * max(torch.finfo(x.dtype).eps for x in (total, hidden, added))
-    parts = rows * rows.new_tensor([a, b, -1.0])
-    near = bool((parts.sum(1).abs() <= limit * parts.abs().sum(1)).all())
-    # without a stream the module around the writer carries it
-    return (a, b) if near and min(abs(a), abs(b)) > limit else None

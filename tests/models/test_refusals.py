@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from support.models import build, case, ragged, randomised, shallow, tokens
-from support.numeric import noise_limit, replay_error
+from support.numeric import noise_limit
 from support.patchers import (
     IDS,
     KEPT,
@@ -330,18 +330,23 @@ def test_padding_that_a_recurrent_state_sees(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("number", [0.999, 1 / 3])
-def test_a_multiplier_without_a_name_is_measured(number: float, dtype: torch.dtype) -> None:
-    """Near 1 a few roundings of the dtype hide it, but not from all elements."""
+def test_a_multiplier_needs_a_name_unless_rounding_hides_it(
+    number: float, dtype: torch.dtype
+) -> None:
+    """bf16 hides a number near 1, which is measured then."""
     model = disguised(Weighed).to(dtype)
     for layer in model.model.layers:
         layer.numbers = [number]  # a list: no name to find it by
+    if (number, dtype) != (0.999, torch.bfloat16):
+        with pytest.raises(UnsupportedModelError, match="each times 1 or an attribute that ends"):
+            ContextPatcher(model)
+        for layer in model.model.layers:
+            layer.mlp_factor = number
     with ContextPatcher(model) as patcher:
         for block in patcher.attached_model.block_specs:
             assert block.spec.residual_multiplier == pytest.approx(number, rel=1e-12)
             assert block.spec.down == "mlp.down_proj"
         works(patcher)
-        steps = patcher.generate(IDS, max_new_tokens=3, eos_token_id=None)
-        assert all(replay_error(patcher, step).max() == 0 for step in steps)
 
 
 def test_an_mlp_that_two_blocks_share_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from icl_patch.models.residual_sums import fitted, is_sum, times
+from icl_patch.models.residual_sums import is_sum, times
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,19 +55,6 @@ def test_sums_in_a_wider_dtype_and_sums_that_are_scaled(dtype: torch.dtype) -> N
     assert is_sum((hidden + mlp) * scale, [hidden, mlp], scale)
     assert is_sum(hidden + 0.22 * mlp, [hidden, times(mlp, 0.22)])
     assert is_sum(hidden.float() + mlp, [hidden, mlp])  # a stream in fp32
-
-
-@dtypes
-def test_numbers_without_a_name_are_fitted_to_all_elements_alike(dtype: torch.dtype) -> None:
-    hidden, mlp = streams(dtype)
-    found = fitted(0.8 * hidden + 0.3 * mlp, hidden, mlp)
-    assert found == pytest.approx((0.8, 0.3), rel=torch.finfo(dtype).eps)
-    assert fitted(hidden * mlp, hidden, mlp) is None
-    assert fitted(0.3 * mlp, hidden, mlp) is None
-    assert fitted(hidden + mlp, hidden[:1], mlp) is None
-    wrong = hidden + 0.3 * mlp
-    wrong[0, 0, 6] *= 1.5
-    assert fitted(wrong, hidden, mlp) is None
 
 
 def test_numbers_that_are_not_finite_are_equal_to_themselves() -> None:
