@@ -29,7 +29,7 @@ from icl_patch import ContextPatch, ContextPatcher, scale
 from icl_patch.bench.results import environment
 from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.report import write_json
-from icl_patch.scale import extraction, shard
+from icl_patch.scale import extraction, extractor
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "data" / "extraction-speed.json"
@@ -39,7 +39,7 @@ ROWS, ROUNDS = 24, 2  # of each process
 CONTEXT, KEPT = (192, 320), 16  # tokens
 PARTS = {
     "plan": (extraction, "make_plan"),
-    "compute": (shard, "compute_batch"),
+    "compute": (extractor, "compute_batch"),
     "write": (ContextPatch, "save"),
 }
 """What an extraction calls; the rest are tokens, norms and the index."""
@@ -60,13 +60,16 @@ def write_rows(tokenizer: PreTrainedTokenizerBase, path: Path, rows: range) -> N
 
 @contextmanager
 def timed_parts(seconds: dict[str, float]) -> Iterator[None]:
-    """Adds the seconds of every part."""
+    """Adds the seconds of every part; of a part within another, to the other's."""
+    running: list[str] = []
 
     def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
             start = time.perf_counter()
+            running.append(part)
             result = call(*arguments, **named)
-            seconds[part] += time.perf_counter() - start
+            running.pop()
+            seconds[part] += 0 if running else time.perf_counter() - start
             return result
 
         return run

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from icl_patch import ops
 from icl_patch.activations import ACTIVATIONS
 from icl_patch.layers.linear import LINEAR, PatchedLinear
-from icl_patch.layers.patched_module import PatchedModule, like_rows_of, rows_of
+from icl_patch.layers.patched_module import PatchedModule, like_rows_of, rows_of, untouched
 from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norm_form
-from icl_patch.models.forward_override import Forward, untouched
+from icl_patch.models.forward_override import Forward
 from icl_patch.recording.attached_block import AttachedBlock
 
 _ROUNDINGS = 16  # the allowed difference between two orders of the same arithmetic

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import Mode, PatchedModule, is_hooked, matches_rows
+from icl_patch.layers.patched_module import Mode, PatchedModule, matches_rows, untouched
 
 LINEAR = (nn.Linear, Conv1D)
 """Modules whose weight is one matrix; that of Conv1D is (K, N)."""
@@ -148,7 +148,7 @@ class PatchedLinear(PatchedModule):
                 f" {kind.__module__}.{kind.__qualname__}: merge adapters, and load weights without"
                 " quantisation, first"
             )
-        if is_hooked(base) or "forward" in vars(base):
+        if not untouched(base):
             raise TypeError(
                 f"expected a {type(base).__name__} that does nothing else to merge into, got one"
                 " with hooks or another forward"

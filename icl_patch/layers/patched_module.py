@@ -26,6 +26,11 @@ def is_hooked(module: nn.Module) -> bool:
     return _has_hooks(module) or bool(_global_forward_hooks or _global_forward_pre_hooks)
 
 
+def untouched(module: nn.Module) -> bool:
+    """Whether nobody has hooked the module or put another forward there."""
+    return "forward" not in vars(module) and not is_hooked(module)
+
+
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
@@ -160,12 +165,8 @@ class PatchedModule(nn.Module):
         """Whether only the base class's own forward runs, in x's dtype: no hook, no replaced
         forward and no autocast stand between.
         """
-        base = self.base_layer
-        return not (
-            is_hooked(base)
-            or "forward" in vars(base)
-            or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
-        )
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        return untouched(self.base_layer) and not autocast
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         # Global hooks run once, for the base module.
@@ -193,19 +194,19 @@ class PatchedModule(nn.Module):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`forward` in the mode that is set; a patch takes one input, under any name."""
+        """:meth:`forward` in the mode that is set; the inputs may have any names."""
+        inputs = (*args, *kwargs.values())
+        if self.observer is not None:
+            self._observe(*inputs)
         if self.mode is Mode.OFF:
             return self.base_layer(*args, **kwargs)
-        if len(args) + len(kwargs) != 1:
-            raise TypeError(
-                f"expected one input in a patched {type(self.base_layer).__name__}, got"
-                f" {len(args) + len(kwargs)}"
-            )
-        (x,) = (*args, *kwargs.values())
         if self.mode is Mode.RECORD:
             assert self.recorder is not None
-            return self.recorder(self, x)
-        return self._replay(x)
+            return self.recorder(self, *inputs)
+        return self._replay(*inputs)
+
+    def _observe(self, *inputs: Any) -> None:
+        """Show the observer what the module has beside its output."""
 
     def _replicate_for_data_parallel(self) -> "PatchedModule":
         raise RuntimeError(

@@ -10,12 +10,20 @@ intercepts the product, only while the module runs.
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class _FirstProduct(TorchFunctionMode):
-    """Passes the result of the first call of ``product`` through ``change``; counts the calls."""
+class FirstProductChanged(TorchFunctionMode):
+    """Within ``with`` the result of the first call of ``product`` is replaced by ``change`` of it.
+
+    Args:
+        product: ``torch.nn.functional.linear`` or ``torch.bmm``.
+        change: from the result of the first product to its replacement.
+
+    Attributes:
+        calls: of ``product``.
+    """
 
     def __init__(self, product: Callable[..., Tensor], change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -30,24 +38,3 @@ class _FirstProduct(TorchFunctionMode):
             return out
         self.calls += 1
         return self.change(out) if self.calls == 1 else out
-
-
-def call_with_changed_product(
-    module: nn.Module,
-    product: Callable[..., Tensor],
-    change: Callable[[Tensor], Tensor],
-    *inputs: Any,
-) -> tuple[Any, int]:
-    """``module(*inputs)`` with the result of its first ``product`` replaced by ``change`` of it.
-
-    Args:
-        module: calls ``product`` in its forward.
-        product: ``torch.nn.functional.linear`` or ``torch.bmm``.
-        change: from the result of the first product to its replacement.
-
-    Returns:
-        The module's output, and how many of these products it computed.
-    """
-    with _FirstProduct(product, change) as products:
-        out = module(*inputs)
-    return out, products.calls

@@ -10,7 +10,7 @@ from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import Mode
-from icl_patch.layers.product_interception import call_with_changed_product
+from icl_patch.layers.product_interception import FirstProductChanged
 
 
 class PatchedRouter(PatchedLinear):
@@ -26,10 +26,11 @@ class PatchedRouter(PatchedLinear):
         """The base router's output when its logits (M, E) are replaced by ``change(logits)``;
         ``others`` are its further inputs.
         """
-        out, products = call_with_changed_product(self.base_layer, F.linear, change, z, *others)
-        if products != 1:
+        with FirstProductChanged(F.linear, change) as products:
+            out = self.base_layer(z, *others)
+        if products.calls != 1:
             raise UnsupportedModelError(
-                f"{type(self.base_layer).__name__} makes {products} linear products, not one"
+                f"{type(self.base_layer).__name__} makes {products.calls} linear products, not one"
             )
         return out
 

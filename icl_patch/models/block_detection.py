@@ -11,10 +11,13 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import weight_of
-from icl_patch.layers.expert_layouts import PatchedParallelExperts, experts_class
-from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
+from icl_patch.layers.experts import (
+    PatchedExperts,
+    PatchedParallelExperts,
+    PatchedScaledExperts,
+    experts_class,
+)
 from icl_patch.layers.rms_norm import rms_norm_form
-from icl_patch.models import residual_sums as sums
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.language_model import layers_of, random_tokens
 from icl_patch.models.model_checks import (
@@ -23,6 +26,7 @@ from icl_patch.models.model_checks import (
     check_language_model,
     check_not_shared,
 )
+from icl_patch.models.residual_sums import is_sum, times
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, outermost, trace
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
@@ -107,14 +111,29 @@ def _is_norm(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Ending:
-    """The last modules of an MLP: output matrix or experts, and the norm of a scale writer."""
+    """The last modules of an MLP: output matrix, none if the experts end it, and the norm of a
+    scale writer.
+    """
 
-    writer: Writer
     down: Call | None = None
     norm: Call | None = None
     # the experts' norm, if `norm` reads the sum of two norms' outputs
     inner: Call | None = None
     addend: Call | None = None  # the other term of a sum that the norm reads
+
+    @property
+    def writer(self) -> Writer:
+        """The kind of parameters that take up ``delta``."""
+        if self.norm is not None:
+            return Writer.SCALE
+        if self.down is None:
+            return Writer.EXPERTS
+        biased = isinstance(getattr(self.down.module, "bias", None), Tensor)
+        return Writer.BIAS if biased else Writer.WEIGHT
+
+
+def _path(call: Call | None) -> str | None:
+    return None if call is None else call.path
 
 
 class _Reading:
@@ -158,25 +177,17 @@ class _Reading:
             raise self._refuse(
                 f"expected a residual stream (B, T, d) in and out, got {shapes[0]} and {shapes[1]}"
             )
-        streams = self._streams()
-        if streams > 1:
+        if not self.mixers:
+            raise self._refuse("no module in it takes an attention mask or a cache")
+        if (streams := self._streams()) > 1:
             raise self._refuse(
                 f"it carries {streams} residual streams, into which attention and the MLP write in"
                 " different proportions: what attention changes is not in the direction that the"
                 " MLP writes in"
             )
-        if not self.mixers:
-            raise self._refuse("no module in it takes an attention mask or a cache")
         self._check_plain_experts()
         if not self.matrices and not self.experts:
             return self._mixer_form()
-        first = self.trace.calls.index(self._first())
-        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > first]
-        if behind and not self._is_parallel(self._first().given):
-            raise self._refuse(
-                f"{behind[-1]} looks at the context behind the MLP: a change of the MLP's weights"
-                " cannot have that effect"
-            )
         return self._mlp_form()
 
     def _check_plain_experts(self) -> None:
@@ -204,8 +215,6 @@ class _Reading:
         n·d): a context layer reads one of width d.
         """
         given = self.block.given.now
-        if not self.mixers:
-            return 1
         read = self.mixers[0].given.now.shape
         if given.dim() == 4:
             return given.shape[2] if given.shape[:2] == read[:2] else 1
@@ -215,49 +224,67 @@ class _Reading:
     # -- blocks with an MLP
 
     def _mlp_form(self) -> BlockSpec:
-        z = self._first().given
-        readers = [call for call in self.matrices if call.given.same_as(z)]
-        own = self._readers_of_their_own(z)
-        readers += [call for call in own if call not in self.experts]
-        experts = [
+        self.first = min(self.matrices + self.experts, key=self.calls.index)
+        z = self.z = self.first.given
+        pre = [call for call in self.norms if call.made.same_as(z)]
+        parallel = any(x.same_as(self.block.given) for x in (z, *(call.given for call in pre)))
+        place = self.trace.calls.index(self.first)
+        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
+        if behind and not parallel:
+            raise self._refuse(
+                f"{behind[-1]} looks at the context behind the MLP: a change of the MLP's weights"
+                " cannot have that effect"
+            )
+        own = self._readers_of_their_own(pre)
+        readers = [
             call
-            for call in self.experts
-            if call.given.same_as(z) or call in own or PatchedScaledExperts.fits(call.module)
+            for call in self.matrices + own
+            if call not in self.experts and (call in own or call.given.same_as(z))
         ]
-        if len(self.experts) > 1 or len(experts) != len(self.experts):
-            raise self._refuse(f"{self.experts[0].path} does not read what the router reads")
+        for experts in self.experts:
+            scaled = PatchedScaledExperts.fits(experts.module)
+            known = scaled or experts in own or experts.given.same_as(z)
+            if len(self.experts) > 1 or not known:
+                raise self._refuse(f"{experts.path} does not read what the router reads")
         downs = [call for call in self.matrices if call not in readers]
-        parallel, residuals = self._residuals(z)
-        ending = self._ending(readers, downs, experts)
-        ends_at = self._closing_norm(ending)
-        made = self.block.made if ends_at is None else ends_at.given
-        sum_ = self._explain(residuals, ending, made)
-        patched = [] if parallel else readers
-        names = [call.path for call in (*readers, *downs)]
+        ending = self._ending(readers, downs)
+        found: dict[str, Any] = {"separately_normed": tuple(call.path for call in own)}
+        if not parallel:
+            found["readers"] = tuple(call.path for call in readers)
+            found["routers"] = tuple(call.path for call in readers if call.several)
+        for experts in self.experts:
+            found["expert_bias"] = PatchedExperts.has_output_bias(experts.module)
+            found["experts_scale_input"] = PatchedScaledExperts.fits(experts.module)
+            if not parallel or ending.down is None:
+                found["experts"] = experts.path
+        found["transposed"] = tuple(self._transposed([*readers, *downs]))
+        return self._spec(ending, self._residuals(parallel), **found)
+
+    def _spec(self, ending: _Ending, residuals: list[tuple[str, ...]], **found: Any) -> BlockSpec:
+        """The form with this ending, and with what is ``found`` of it already."""
+        closing = [
+            call
+            for call in self.norms
+            if call is not ending.norm and call.made.same_as(self.block.made)
+        ]
+        final_norm = closing[-1] if closing else None  # of a post-LN block
+        made = self.block.made if final_norm is None else final_norm.given
         return BlockSpec(
             writer=ending.writer,
-            readers=tuple(call.path for call in patched),
-            routers=tuple(call.path for call in patched if call.several),
-            down=None if ending.down is None else ending.down.path,
-            post_norm=None if ending.norm is None else ending.norm.path,
-            separately_normed=tuple(call.path for call in own),
-            inner_norm=None if ending.inner is None else ending.inner.path,
-            addend=None if ending.addend is None else ending.addend.path,
-            **self._norm_forms([norm for norm in (ending.norm, ending.inner) if norm is not None]),
-            experts=(
-                experts[0].path if experts and (not parallel or ending.down is None) else None
-            ),
-            expert_bias=bool(experts) and PatchedExperts.has_output_bias(experts[0].module),
-            experts_scale_input=bool(experts) and PatchedScaledExperts.fits(experts[0].module),
-            transposed=tuple(self._transposed(names, experts)),
-            final_norm=None if ends_at is None else ends_at.path,
-            **sum_,
+            down=_path(ending.down),
+            post_norm=_path(ending.norm),
+            inner_norm=_path(ending.inner),
+            addend=_path(ending.addend),
+            final_norm=_path(final_norm),
             dtype=str(made.now.dtype).removeprefix("torch."),
+            **self._explain(residuals, ending, made),
+            **self._norm_form([norm for norm in (ending.norm, ending.inner) if norm is not None]),
+            **found,
         )
 
-    def _ending(self, readers: list[Call], downs: list[Call], experts: list[Call]) -> _Ending:
-        """The writer and its modules, which are the last of the MLP."""
-        last = max(downs + experts, key=self.calls.index, default=None)
+    def _ending(self, readers: list[Call], downs: list[Call]) -> _Ending:
+        """The last modules of the MLP."""
+        last = max(downs + self.experts, key=self.calls.index, default=None)
         if last is None:
             raise self._refuse(
                 f"nothing that is known reads what {', '.join(call.path for call in readers)} give:"
@@ -265,57 +292,48 @@ class _Reading:
                 " (gate_up_proj and down_proj of three dimensions), JetMoE's or DBRX's"
             )
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
-        down = None if last in experts else last
+        down = None if last in self.experts else last
         for norm in after:
             if norm.given.same_as(last.made):
-                return (self._nested_ending(norm) if experts else None) or _Ending(
-                    Writer.SCALE, down, norm
-                )
+                return (self._nested_ending(norm) if self.experts else None) or _Ending(down, norm)
             addend = self._other_term(norm.given, last.made)
             if addend is not None:
-                return _Ending(Writer.SCALE, down, norm, addend=addend)
+                return _Ending(down, norm, addend=addend)
         gates = [call for call in readers if call.made.now.shape[-1] == 1]
-        if experts and (gates or not downs):
-            if PatchedScaledExperts.fits(experts[0].module):
-                raise self._refuse(
-                    f"{experts[0].path} scales what it reads, and nothing beside it can write"
-                )
-            return _Ending(Writer.EXPERTS)
-        return self._matrix_ending(downs[-1])
-
-    @staticmethod
-    def _matrix_ending(down: Call) -> _Ending:
-        biased = isinstance(getattr(down.module, "bias", None), Tensor)
-        return _Ending(Writer.BIAS if biased else Writer.WEIGHT, down)
+        if not self.experts or (downs and not gates):
+            return _Ending(downs[-1])
+        if PatchedScaledExperts.fits(self.experts[0].module):
+            raise self._refuse(
+                f"{self.experts[0].path} scales what it reads, and nothing beside it can write"
+            )
+        return _Ending()
 
     def _nested_ending(self, inner: Call) -> _Ending | None:
         """A norm of the sum of the experts' norm and of another module's output."""
         for norm in self.norms[self.norms.index(inner) + 1 :]:
             if (addend := self._other_term(norm.given, inner.made)) is not None:
-                return _Ending(Writer.SCALE, norm=norm, inner=inner, addend=addend)
+                return _Ending(norm=norm, inner=inner, addend=addend)
         return None
 
     def _other_term(self, total: Value, term: Value) -> Call | None:
         """The module of the MLP for which ``term`` plus the module's output is ``total``."""
-        calls = self.calls[self.calls.index(self._first()) :]
-        shares = [(sums.explained(total.now, [term.now, call.made.now]), call) for call in calls]
-        share, call = max(shares, key=lambda found: found[0])
-        return call if share > 0 else None
+        calls = self.calls[self.calls.index(self.first) :]
+        found = (call for call in calls if is_sum(total.now, [term.now, call.made.now]))
+        return next(found, None)
 
-    def _readers_of_their_own(self, z: Value) -> list[Call]:
+    def _readers_of_their_own(self, pre: list[Call]) -> list[Call]:
         """Experts that read the residual stream through another norm than the first reader does,
         and the matrices before them.
         """
-        pre = [call for call in self.norms if call.made.same_as(z)]
         others = [
             call
             for call in self.experts
-            if PatchedExperts.fits(call.module) and not call.given.same_as(z)
+            if PatchedExperts.fits(call.module) and not call.given.same_as(self.z)
         ]
         through = [norm for norm in self.norms if pre and norm.given.same_as(pre[0].given)]
         if not others or not any(others[0].given.same_as(norm.made) for norm in through):
             return []
-        start, end = self.calls.index(self._first()), self.calls.index(others[0])
+        start, end = self.calls.index(self.first), self.calls.index(others[0])
         before = [
             call
             for call in self.calls[start:end]
@@ -323,37 +341,18 @@ class _Reading:
         ]
         return [*before, others[0]]
 
-    def _residuals(self, z: Value) -> tuple[bool, list[tuple[str, ...]]]:
-        """Whether the block is parallel, and candidates for its residual stream before the MLP."""
+    def _residuals(self, parallel: bool) -> list[tuple[str, ...]]:
+        """Candidates for the residual stream before the MLP."""
+        if parallel:
+            return [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
         # a norm may have modules of its own, such as a gate
+        z = self.z
         pre = [call for call in self.calls if call.made.same_as(z) and not call.given.same_as(z)]
-        if self._is_parallel(z):
-            return True, [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
-        return False, [
+        return [
             *((f"input of {call.path}",) for call in pre),
-            (f"input of {self._first().path}",),
+            (f"input of {self.first.path}",),
             *((f"output of {mixer.path}",) for mixer in self.mixers),  # with the sum inside (DBRX)
         ]
-
-    def _is_parallel(self, z: Value) -> bool:
-        """Whether the MLP reads the block's input, or a norm of it."""
-        pre = [call for call in self.norms if call.made.same_as(z)]
-        return z.same_as(self.block.given) or any(
-            call.given.same_as(self.block.given) for call in pre
-        )
-
-    def _first(self) -> Call:
-        """The first module that reads the MLP's input."""
-        return min(self.matrices + self.experts, key=self.calls.index)
-
-    def _closing_norm(self, ending: _Ending) -> Call | None:
-        """The last norm of a post-LN block; its output is the block's output."""
-        found = [
-            call
-            for call in self.norms
-            if call is not ending.norm and call.made.same_as(self.block.made)
-        ]
-        return found[-1] if found else None
 
     def _factors(self, holders: list[Call]) -> list[float]:
         """The candidates for the numbers by which the block multiplies its residual stream and its
@@ -374,31 +373,19 @@ class _Reading:
         """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
         the block's output, or the sum that it computes further with.
 
-        A candidate that gives the output to the last bit is taken at once: that proves it. If there
-        is none, the model rounds in an order that is not known here. Then the candidate is taken
-        that gives the most elements to the last bit, and all others within a few roundings of that
-        element. Elements count, and not their size: one element of a trained model can be a
-        thousand times larger than the others, and a norm would see its rounding alone. Numbers that
-        have no name are fitted, and taken if they give more elements than any named ones.
+        A candidate that gives the output to the last bit is taken: that proves it.
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
-        pairs = list(product(residuals, holders))
-        best: tuple[float, dict[str, Any]] = (0.0, {})
-        for residual, mlp in pairs:
+        for residual, mlp in product(residuals, holders):
             for found, total, terms, scale in self._sums(residual, mlp, holders, made):
-                share = sums.explained(total, terms, scale)
-                if share == 1:
+                if is_sum(total, terms, scale):
                     return found
-                best = max(best, (share, found), key=lambda candidate: candidate[0])
-        fits = (self._fitted(*pair, made) for pair in pairs)
-        best = max(best, *fits, key=lambda candidate: candidate[0])
-        if not best[1]:
-            raise self._refuse(
-                "its output is not its residual stream plus what its MLP ends in, each times a"
-                " number: what attention changes cannot be written to the MLP"
-            )
-        return best[1]
+        raise self._refuse(
+            "its output is not its residual stream plus what its MLP ends in, each times 1 or an"
+            " attribute that ends in multiplier, scale or factor: what attention changes cannot be"
+            " written to the MLP"
+        )
 
     def _sums(
         self, residual: tuple[str, ...], mlp: Call, holders: list[Call], made: Value
@@ -411,14 +398,14 @@ class _Reading:
         later = [call.given.now for call in self.calls[written + 1 :] if call not in holders]
         factors = self._factors(holders)
         for branch, factor in product(factors, reversed(factors)):
-            stream = [sums.times(x, factor) for x in hidden]
-            added = sums.times(mlp.made.now, branch)
+            stream = [times(x, factor) for x in hidden]
+            added = times(mlp.made.now, branch)
             found = {"residual": residual, "residual_multiplier": branch}
             if factor != 1:
                 found["residual_factor"] = factor
             yield found, output, [*stream, added], 1.0
             for beside in self._beside(mlp, holders):
-                yield found, output, [*stream, added, sums.times(beside, branch)], 1.0
+                yield found, output, [*stream, added, times(beside, branch)], 1.0
             if factor != 1:
                 continue
             for x in later:
@@ -436,19 +423,6 @@ class _Reading:
         for call in self.calls if mlp is holders[-1] else []:
             if call.made.now.numel() == given.numel() and call not in holders:
                 yield call.made.now
-
-    def _fitted(
-        self, residual: tuple[str, ...], mlp: Call, made: Value
-    ) -> tuple[float, dict[str, Any]]:
-        """The factors by least squares, for factors without a name, and the share of the elements
-        that they give to the last bit.
-        """
-        hidden = torch.stack([self._tap(name).double() for name in residual]).sum(0)
-        found = sums.fitted(made.now, hidden, mlp.made.now)
-        if found is None:
-            return 0.0, {}
-        names = ("residual_factor", "residual_multiplier")
-        return found[0], {"residual": residual, **dict(zip(names, found[1:], strict=True))}
 
     def _own_weights(self) -> list[tuple[str, Tensor]]:
         """The block's own parameters and buffers: candidates for a factor of the residual stream if
@@ -472,30 +446,29 @@ class _Reading:
             else value
         )
 
-    def _transposed(self, names: list[str], experts: list[Call]) -> Iterator[str]:
-        for name in names:
-            module = self.module.get_submodule(name)
-            if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-                yield name
-        for call in experts:
-            if PatchedExperts.is_transposed(call.module) or PatchedScaledExperts.fits(call.module):
+    def _transposed(self, matrices: list[Call]) -> Iterator[str]:
+        for call in matrices:
+            if type(call.module).__name__ == "Conv1D" and hasattr(call.module, "nf"):
+                yield call.path
+        for call in self.experts:
+            layout = experts_class(call.module)
+            if layout is not None and layout.is_transposed(call.module):
                 yield call.path
 
-    def _norm_forms(self, norms: list[Call]) -> dict:
-        block_specs = [self._norm_form(norm) for norm in norms]
-        if any(spec != block_specs[0] for spec in block_specs):
+    def _norm_form(self, norms: list[Call]) -> dict[str, Any]:
+        """How norms apply their weights: each way is tried, and compared bit for bit."""
+        forms = []
+        for call in norms:
+            try:
+                form = rms_norm_form(call.module, call.given.now, call.made.now)
+            except TypeError as error:
+                raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
+            if form is None:
+                raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
+            forms.append({"scale_offset": form[0], "cast_first": form[1]})
+        if any(form != forms[0] for form in forms):
             raise self._refuse(f"{norms[0].path} and {norms[1].path} are norms of different kinds")
-        return block_specs[0] if block_specs else {}
-
-    def _norm_form(self, call: Call) -> dict:
-        """How a norm applies its weight: each way is tried, and compared bit for bit."""
-        try:
-            spec = rms_norm_form(call.module, call.given.now, call.made.now)
-        except TypeError as error:
-            raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
-        if spec is None:
-            raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
-        return {"scale_offset": spec[0], "cast_first": spec[1]}
+        return forms[0] if forms else {}
 
     # -- blocks without one
 
@@ -514,14 +487,5 @@ class _Reading:
         down = next((call for call in own[::-1] if call.made.same_as(mixer.made)), None)
         if down is None:
             raise self._refuse(f"{mixer.path} does not end in a matrix")
-        ending = self._matrix_ending(down)
         self.calls = self.trace.calls[:-1]
-        sum_ = self._explain([("input of ",)], ending, self.block.made)
-        dtype = str(self.block.made.now.dtype).removeprefix("torch.")
-        return BlockSpec(
-            writer=ending.writer,
-            down=down.path,
-            **sum_,
-            dtype=dtype,
-            mixer=True,
-        )
+        return self._spec(_Ending(down), [("input of ",)], mixer=True)

@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
-import torch
-
 
 class Writer(Enum):
     """The last step of a block's MLP; its parameters take up ``delta``."""
@@ -164,15 +162,12 @@ class Block:
         return f"{self.path}.{part}" if part else self.path
 
     def differences(self, other: "Block") -> list[str]:
-        """The names of the fields of the spec that differ. A factor of the residual stream may have
-        been fitted to outputs in the block's dtype; all other numbers are right to 40 bits.
-        """
-        fitted = torch.finfo(getattr(torch, self.spec.dtype)).eps
+        """The names of the fields of the spec that differ; numbers are right to 40 bits."""
 
         def differs(name: str) -> bool:
             x, y = getattr(self.spec, name), getattr(other.spec, name)
             if not (isinstance(x, float) and isinstance(y, float)):
                 return bool(x != y)
-            return not math.isclose(x, y, rel_tol=fitted if name == "residual_factor" else 2.0**-40)
+            return not math.isclose(x, y, rel_tol=2.0**-40)
 
         return [entry.name for entry in fields(BlockSpec) if differs(entry.name)]

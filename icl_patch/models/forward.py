@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.positions import first_position
 from icl_patch.models.recurrent_state import is_recurrent, module_states
 
@@ -24,8 +23,6 @@ _OURS = {
     "past_key_values",
     "cache_params",
     "use_cache",
-}
-_OURS |= {
     "logits_to_keep",
     "labels",
     "return_dict",
@@ -195,21 +192,6 @@ def media_positions(
     return MediaPositions(head, shift)
 
 
-def _check_positions(
-    model: PreTrainedModel, positions: Tensor | None, given: Mapping[str, Any]
-) -> None:
-    """Raises UnsupportedModelError for images, videos or sound whose tokens need positions of three
-    numbers (M-RoPE) and have other ones.
-    """
-    part, media = _media(model, given)
-    if part is not None and (positions is None or positions.dim() != 3):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has positions of three numbers for what is not text: expected"
-            f" text alone, got {', '.join(media)}. compute, generate and verify take them in the"
-            " context"
-        )
-
-
 def call(
     model: PreTrainedModel,
     ids: Tensor,
@@ -227,11 +209,7 @@ def call(
     :func:`media_positions`.
 
     ``last_logits``: compute the logits of only this many last tokens, 0 for all.
-
-    Raises:
-        UnsupportedModelError: the further inputs have tokens with positions of several numbers.
     """
-    _check_positions(model, positions, model_inputs)
     given = inputs(model, ids, mask, positions, cache, last_logits)
     with module_states(model, cache):
         logits: Tensor = model(**given, **model_inputs).logits

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.layers.attachment import of_a_pass
-from icl_patch.layers.patched_module import PatchedModule, is_hooked, with_base
+from icl_patch.layers.patched_module import PatchedModule, untouched, with_base
 from icl_patch.models.block_spec import Block
 
 Forward = Callable[..., Any]
@@ -100,11 +100,6 @@ def what_runs(model: PreTrainedModel) -> list[Any]:
             found += (part, *part._forward_pre_hooks, *part._forward_hooks, names.get("forward"))
             found += (x for x in names.values() if isinstance(x, bool | int | float | str))
     return found
-
-
-def untouched(module: nn.Module) -> bool:
-    """Whether nobody has hooked the module or put another forward there."""
-    return overridable(module) and not is_hooked(module)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

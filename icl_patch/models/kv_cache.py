@@ -16,19 +16,14 @@ from icl_patch.models.pipeline import ElsewhereLayer, mark_elsewhere
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty cache as the model would make it itself: of its own class, if it has one."""
-    cache = empty_cache(model)
-    mark_elsewhere(model, cache)
-    return cache
-
-
-def empty_cache(model: PreTrainedModel) -> DynamicCache:
-    """:func:`new_cache` with a place for every block, also for those of other ranks."""
     home = sys.modules[type(model).__module__]
     for kind in vars(home).values():
         own = isinstance(kind, type) and kind.__module__ == home.__name__
         if own and issubclass(kind, DynamicCache):
             return kind()
-    return DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
+    mark_elsewhere(model, cache)
+    return cache
 
 
 def stack_cache(cache: Cache, batch: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.layers.device_hooks import device_of, hooks_of, offloaded
+from icl_patch.layers.device_hooks import device_of, offloaded
 from icl_patch.models.forward import drafts_for_another, takes_cache
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.language_model import random_tokens, vocabulary
@@ -18,7 +18,7 @@ from icl_patch.tolerances import rounding_limit
 
 def check_language_model(model: object) -> None:
     """Raises UnsupportedModelError unless the model is one of transformers that ends in logits over
-    its vocabulary, all on one device.
+    its vocabulary.
     """
     _check_unwrapped(model)
     if not isinstance(model, PreTrainedModel) or not _has_head(model):
@@ -40,13 +40,6 @@ def check_language_model(model: object) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} drafts tokens for another model, from whose hidden states and"
             " cache it starts: it takes no token ids. Attach to the model that it drafts for"
-        )
-    devices = sorted({str(weight.device) for weight in model.parameters()})
-    if len(devices) > 1 and not hooks_of(model):
-        raise UnsupportedModelError(
-            f"expected the weights of {type(model).__name__} on one device, got"
-            f" {', '.join(devices)}: load it onto one, as with device_map={{'': 'cuda:0'}}, or let"
-            " accelerate spread it, as with device_map='balanced'"
         )
 
 

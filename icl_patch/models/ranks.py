@@ -10,9 +10,9 @@ What the ranks tell each other goes through a process group of their own. It wai
 model's own groups, whose errors it carries.
 """
 
+import builtins
 import hashlib
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -119,7 +119,7 @@ class Ranks:
                 raise
             self._meet("shared", error=error)
             raise AssertionError("ranks that went on after an error") from error
-        self._same_place("shared")
+        self._meet("shared")
         return result
 
     def agree(self, facts: Mapping[str, object]) -> None:
@@ -130,10 +130,7 @@ class Ranks:
         """
         if self.size == 1:
             return
-        texts = {name: str(fact) for name, fact in facts.items()}
-        if self._meet(f"facts {texts}")[1]:
-            return
-        found = self._gather("facts", texts)
+        found = self.exchange({name: str(fact) for name, fact in facts.items()})
         first = found[0]
         for rank, other in zip(self.ranks, found, strict=True):
             for name in {**first, **other}:
@@ -145,45 +142,37 @@ class Ranks:
                             f" {other.get(name)} on rank {rank}"
                         )
                     )
-        raise AssertionError("ranks that differ in nothing")
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is True on some rank."""
-        return flag if self.size == 1 else self._same_place("any", flag)
+        return flag if self.size == 1 else self._meet("any", flag)
 
-    def _same_place(self, place: str, flag: bool = False) -> bool:
-        found, same = self._meet(place, flag)
-        if not same:
-            self._gather(place, None)  # which raises
-        return found
-
-    def _meet(
-        self, place: str, flag: bool = False, error: BaseException | None = None
-    ) -> tuple[bool, bool]:
-        """Whether the flag is True on some rank, and whether all ranks are at one place; raises if
-        one of them has an error, or does not come.
+    def _meet(self, place: str, flag: bool = False, error: BaseException | None = None) -> bool:
+        """Whether the flag is True on some rank; raises if one of them has an error, is at another
+        place, or does not come.
         """
         number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
         found = torch.tensor([int(error is not None), int(flag), number, -number])
         self._answered(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
         if found[0]:
             self._raise_first(error)
-        return bool(found[1]), int(found[2]) == -int(found[3])
+        if found[2] != -found[3]:
+            self._gather(place, None)  # which raises
+        return bool(found[1])
 
     def _raise_first(self, error: BaseException | None) -> NoReturn:
         """Raise the error of the first rank that has one of its own, on every rank."""
-        word = None if error is None else [type(error).__name__, str(error), _is_lost(error)]
-        words = self._gather("error", word)
-        lost = [found for found in words if found and found[2]]
-        own = [(rank, found) for rank, found in enumerate(words) if found and not found[2]]
-        rank, (kind, message, _) = own[0] if own else (words.index(lost[0]), lost[0])
-        message = f"{message} (on rank {self.ranks[rank]})"
-        if lost:  # a message has not come: the groups are not to be used again
+        word = None if error is None else (_is_lost(error), type(error).__name__, str(error))
+        words = zip(self._gather("error", word), self.ranks, strict=True)
+        found = [(*word, rank) for word, rank in words if word]
+        lost, kind, message, rank = min(found, key=lambda each: each[0])
+        message = f"{message} (on rank {rank})"
+        if any(each[0] for each in found):  # a message has not come: the groups are of no more use
             self._lost = message
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt
-        known: Any = getattr(errors, kind, None) or getattr(sys.modules["builtins"], kind, None)
-        if own and isinstance(known, type) and issubclass(known, Exception):
+        known: Any = getattr(errors, kind, None) or getattr(builtins, kind, None)
+        if not lost and isinstance(known, type) and issubclass(known, Exception):
             raise on_all_ranks(_made(known, message)) from error
         raise on_all_ranks(RankError(f"{kind}: {message}")) from error
 
@@ -193,7 +182,7 @@ class Ranks:
         """What every rank says, an object that can be pickled, in the order of the ranks."""
         if self.size == 1:
             return [word]
-        self._same_place("exchange")
+        self._meet("exchange")
         return self._gather("exchange", word)
 
     def _gather(self, place: str, word: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from icl_patch.models.kv_cache import empty_cache
+from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.module_search import modules_holding
 
 # Attributes in which modules keep a recurrent state of their own.
@@ -30,7 +30,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether some layer's state sums up the tokens before, so that no mask can hide one of
     them.
     """
-    cache = empty_cache(model)
+    cache = new_cache(model)
     in_cache = hasattr(cache, "linear_cache") or any(
         hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states")
         for layer in cache.layers

@@ -9,37 +9,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Roundings in a block's sum, in units of the dtype's spacing.
-_ROUNDINGS = 8
-
 
 def times(x: Tensor, factor: float) -> Tensor:
     """``factor · x`` in the dtype of x, as a model computes it."""
     return x if factor == 1 else factor * x
 
 
-def explained(total: Tensor, terms: Sequence[Tensor], scale: Tensor | float = 1.0) -> float:
-    """The share of the elements of ``total`` that ``scale · Σ terms`` gives to the last bit, in the
-    best of the orders in which a model may add the terms up: 1 if it gives all.
+def is_sum(total: Tensor, terms: Sequence[Tensor], scale: Tensor | float = 1.0) -> bool:
+    """Whether ``scale · Σ terms`` is ``total`` to the last bit of every element, in some order in
+    which a model may add the terms up.
 
-    The result is 0 if an element differs by more than a few roundings of its terms. Tensors of one
-    number of elements, in any shape. NaN counts as equal to NaN.
+    Tensors of one number of elements, in any shape. NaN counts as equal to NaN.
     """
     if any(term.numel() != total.numel() for term in terms):
-        return 0.0
-    best, terms = 0.0, [term.reshape(total.shape) for term in terms]
-    size = torch.stack([(scale * x.double()).abs() for x in terms]).sum(0) + total.double().abs()
-    limit = _ROUNDINGS * max(torch.finfo(x.dtype).eps for x in (total, *terms)) * size
-    for computed in _computed(total.dtype, terms):
+        return False
+    for computed in _computed(total.dtype, [term.reshape(total.shape) for term in terms]):
         if isinstance(scale, Tensor):
             computed = (computed * scale).to(total.dtype)
-        equal = (computed == total) | (computed.isnan() & total.isnan())
-        off = (computed.double() - total.double()).abs()
-        if bool((equal | (off <= limit)).all()):
-            best = max(best, float(equal.double().mean()))
-        if best == 1:
-            break
-    return best
+        if bool(((computed == total) | (computed.isnan() & total.isnan())).all()):
+            return True
+    return False
 
 
 def _computed(dtype: torch.dtype, terms: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -66,24 +55,3 @@ def _orders(terms: Sequence[Tensor]) -> Iterator[Tensor]:
         for x in _orders(left):
             for y in _orders(right):
                 yield x + y
-
-
-def fitted(total: Tensor, hidden: Tensor, added: Tensor) -> tuple[float, float, float] | None:
-    """The numbers a and b for which ``a · hidden + b · added`` is nearest to ``total``, each
-    element in units of its own size, and before them the share of the elements that they give to
-    the last bit; None if an element is off by more than a few roundings, or ``added`` alone is the
-    total. Both numbers are as exact as the roundings of ``total`` let them be.
-    """
-    if not total.numel() == hidden.numel() == added.numel():
-        return None
-    terms = torch.stack([x.double().flatten() for x in (hidden, added, total)], 1)
-    size = terms.abs().sum(1, keepdim=True)
-    rows = (terms / size)[(size > 0).squeeze(1) & terms.isfinite().all(1)]
-    if not len(rows):
-        return None
-    solution = torch.linalg.lstsq(rows[:, :2], rows[:, 2:]).solution.flatten()
-    a, b = (float(x) for x in solution.float())
-    share = explained(total, [a * hidden.double(), b * added.double()])
-    if not share or explained(total, [times(added, b)]):
-        return None  # in the second case the module around the writer carries the residual stream
-    return share, a, b

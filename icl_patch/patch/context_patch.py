@@ -14,7 +14,7 @@ are paths relative to the block:
 - ``{experts}.down_proj.u`` (B, T, d) and ``.v`` (B, T, k, width): ``W_j + u v_jᵀ``; or
   ``{experts}.down_proj.bias_change`` (B, T, d): ``b_j + Δb``. The names are those of transformers'
   own layout also for JetMoE (``input_linear``, ``output_linear``) and DBRX (the rows of ``w1``,
-  then of ``v1``; ``w2ᵀ``), see :mod:`icl_patch.layers.expert_layouts`.
+  then of ``v1``; ``w2ᵀ``), see :mod:`icl_patch.layers.experts`.
 
 A patch file is a safetensors file with these tensors under ``layers.{i}.{name}``, see
 :mod:`icl_patch.patch.serialization`. Its metadata entry ``icl_patch`` is a JSON object: the format,

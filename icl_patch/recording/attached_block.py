@@ -16,8 +16,7 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import Attachment, WaitingForward, of_a_pass
 from icl_patch.layers.device_hooks import device_of
-from icl_patch.layers.expert_layouts import patched_experts
-from icl_patch.layers.experts import PatchedExperts
+from icl_patch.layers.experts import PatchedExperts, patched_experts
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import Mode, PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm

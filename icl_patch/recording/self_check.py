@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
-from icl_patch.layers.expert_layouts import experts_class
+from icl_patch.layers.experts import experts_class
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import call, counts_slots, takes_positions

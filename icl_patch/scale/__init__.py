@@ -23,13 +23,11 @@ if find_spec("pyarrow") is None:
     )
 
 from icl_patch.scale.batch_extractor import BatchExtractor
-from icl_patch.scale.contents import Contents
-from icl_patch.scale.extraction import Summary, extract_dataset
+from icl_patch.scale.extraction import Plan, Share, Summary, extract_dataset
 from icl_patch.scale.extractor import Batching
 from icl_patch.scale.patch_dataset import PatchDataset
-from icl_patch.scale.plan import Plan
-from icl_patch.scale.ranks import Share
 from icl_patch.scale.rows import Columns
+from icl_patch.scale.run import Contents
 
 __all__ = [
     "BatchExtractor",

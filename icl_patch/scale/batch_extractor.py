@@ -8,10 +8,9 @@ import pyarrow as pa
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.patcher import ContextPatcher
-from icl_patch.scale.contents import Contents
 from icl_patch.scale.extractor import Batching, Extractor
-from icl_patch.scale.rows import Columns, Row, read_record
-from icl_patch.scale.run import finished_ids, open_run
+from icl_patch.scale.rows import Columns, Reject, Row, read_record
+from icl_patch.scale.run import Contents, finished_ids, open_run
 
 
 class BatchExtractor:
@@ -76,29 +75,21 @@ class BatchExtractor:
             FingerprintMismatch, OSError: as :func:`icl_patch.scale.extract_dataset`.
         """
         columns, finished = self._extractor.columns, self._finished
-        todo: dict[bytes, Row] = {}
-        ids: list[bytes | None] = []
-        reasons: dict[int | bytes, str] = {}  # of places that cannot be read, and of ids
-        for place, record in enumerate(table.to_pylist()):
-            row = read_record(None, record, columns)
-            if isinstance(row, Row):
-                ids.append(key := row.id(columns))
-                todo |= {} if key in finished else {key: row}
-            else:
-                ids.append(None)
-                reasons[place] = row.reason
+        rows = [read_record(None, record, columns) for record in table.to_pylist()]
+        readable = {row.id(columns): row for row in rows if isinstance(row, Row)}
+        todo = [row for key, row in readable.items() if key not in finished]
+        reasons: dict[bytes, str] = {}
 
         def reject(row: Row, reason: str) -> None:
             reasons[row.id(columns)] = reason
 
-        for index in self._extractor.extract(todo.values(), reject):
+        for index in self._extractor.extract(todo, reject):
             finished.update(map(bytes.fromhex, index["id"].to_pylist()))
-        return pa.table(
-            {
-                "id": pa.array([None if key is None else key.hex() for key in ids], pa.string()),
-                "reason": pa.array(
-                    [reasons.get(place if key is None else key) for place, key in enumerate(ids)],
-                    pa.string(),
-                ),
-            }
-        )
+        results = [
+            {"id": None, "reason": row.reason}
+            if isinstance(row, Reject)
+            else {"id": row.id(columns).hex(), "reason": reasons.get(row.id(columns))}
+            for row in rows
+        ]
+        schema = pa.schema([("id", pa.string()), ("reason", pa.string())])
+        return pa.Table.from_pylist(results, schema)

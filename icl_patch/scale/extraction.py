@@ -2,24 +2,112 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
+
+from rich.filesize import decimal
 
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patcher import ContextPatcher
-from icl_patch.scale.contents import Contents
 from icl_patch.scale.extractor import Batching, Extractor
-from icl_patch.scale.plan import Plan, make_plan
-from icl_patch.scale.ranks import Share
 from icl_patch.scale.rows import Columns, Reject, Row, read_rows
-from icl_patch.scale.run import finished_ids, open_run
+from icl_patch.scale.run import Contents, finished_ids, open_run
 
 _GROUP = 8  # batches' rows, which one process tokenizes and cuts into batches
 # Rows that are sorted by length: their texts are in memory.
 _WINDOW_ROWS = 4096
 _WINDOW_CHARACTERS = 2**25
+_SAMPLE = 256  # the first rows, of which one must be right, and whose tokens are counted
+_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every ``world_size``-th shard, from number ``rank`` on."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"expected a rank from 0 to {self.world_size - 1}, below the world size, got"
+                f" {self.rank}"
+            )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Share":
+        """From RANK and WORLD_SIZE, else SLURM_PROCID and SLURM_NTASKS, else everything.
+
+        Raises:
+            ValueError: they are no such numbers, or one of two is missing.
+        """
+        for names in _VARIABLES:
+            if names[0] not in environment:  # salloc sets SLURM_NTASKS alone
+                continue
+            values = [environment.get(name, "nothing") for name in names]
+            if not all(map(str.isdecimal, values)):
+                got = " and ".join(values)
+                raise ValueError(f"expected numbers in {' and '.join(names)}, got {got}")
+            return cls(*map(int, values))
+        return cls()
+
+    def takes(self, number: int) -> bool:
+        """Whether the shard with this number belongs to this process."""
+        return number % self.world_size == self.rank
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do.
+
+    Attributes:
+        folder: the folder. rows: of the data set. finished: patches that are there already.
+        duplicates: rows with the texts of an earlier one, which share its patch. unreadable: rows
+            that will be rejected. todo: patches to compute, by all processes together.
+        kept_tokens: of these, estimated from the first rows. bytes_per_token: of their factors in
+            the files. free: bytes on the disk.
+    """
+
+    folder: Path
+    rows: int
+    finished: int
+    duplicates: int
+    unreadable: int
+    todo: int
+    kept_tokens: int
+    bytes_per_token: int
+    free: int
+
+    @property
+    def distinct(self) -> int:
+        """Rows that can be read, without duplicates."""
+        return self.finished + self.todo
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of factors to write, about."""
+        return self.kept_tokens * self.bytes_per_token
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.rows} rows; patches to compute: {self.todo}, already there: {self.finished};"
+            f" duplicates: {self.duplicates}, unreadable: {self.unreadable}"
+        )
+        if not self.kept_tokens:
+            return text
+        text += f"\nabout {self.kept_tokens} kept tokens"
+        if not self.bytes_per_token:
+            return f"{text}; statistics without factors into {self.folder}"
+        text += (
+            f" of {decimal(self.bytes_per_token)}: about {decimal(self.nbytes)} into {self.folder},"
+            f" {decimal(self.free)} are free"
+        )
+        if self.nbytes > self.free:
+            text += ": TOO LITTLE (--factors-dtype, --layers and --statistics write less)"
+        return text
 
 
 @dataclass(frozen=True)
@@ -54,10 +142,10 @@ def extract_dataset(
 ) -> Summary:
     """Compute and write a patch for every row of a data set.
 
-    The rows are read as a stream: in memory are the ids of all rows, the texts of at most 4096, and
-    the patches of one batch, whose rows have similar lengths. A stopped run goes on where it was: a
-    patch in the index is there, whole, and is not computed again. Rows that cannot have a patch go
-    to a file of rejects with the reason.
+    The rows are read as a stream: in memory are the ids of all rows, or the reasons of those
+    without a patch, the texts of at most 4096, and the patches of one batch, whose rows have
+    similar lengths. A stopped run goes on where it was: a patch in the index is there, whole, and
+    is not computed again. Rows that cannot have a patch go to a file of rejects with the reason.
 
     Args:
         patcher: with a tokenizer.
@@ -97,7 +185,7 @@ def extract_dataset(
         progress(passed, plan.distinct)
     rounded = patches > 0 and contents.factors_dtype is not None
     error = largest if rounded else None
-    return Summary(plan, share, patches, rejects.count, rejects.save(), error)
+    return Summary(plan, share, patches, len(rejects.lines), rejects.save(), error)
 
 
 class _Rejects:
@@ -107,14 +195,12 @@ class _Rejects:
     """
 
     def __init__(self, folder: Path, share: Share) -> None:
-        self._folder, self.share, self.count = folder, share, 0
-        self._lines = TemporaryFile(dir=folder)  # noqa: SIM115 (it has no name and leaves nothing)
+        self._folder, self.share = folder, share
+        self.lines: list[bytes] = []
 
     def add(self, row: Row | Reject, reason: str) -> None:
         """Take one row with its reason."""
-        self.count += 1
-        record = {"row": row.number, "reason": reason}
-        self._lines.write(json.dumps(record).encode() + b"\n")
+        self.lines.append(json.dumps({"row": row.number, "reason": reason}).encode() + b"\n")
 
     def save(self) -> Path | None:
         """Write the file and return its path, None if there are no rejects; a run of one number of
@@ -126,12 +212,10 @@ class _Rejects:
             for old in self._folder.glob("rejects-*.jsonl"):
                 if not old.name.endswith(of_world):
                     old.unlink()
-        if not self.count:
+        if not self.lines:
             path.unlink(missing_ok=True)
             return None
-        self._lines.seek(0)
-        write_atomically(path, self._lines)
-        self._lines.close()
+        write_atomically(path, self.lines)
         return path
 
 
@@ -171,3 +255,56 @@ def _distinct(dataset: Path, columns: Columns, rejects: _Rejects) -> Iterator[Ro
         elif (key := row.id(columns)) not in seen:
             seen.add(key)
             yield row
+
+
+def make_plan(extractor: Extractor, dataset: Path, finished: set[bytes]) -> Plan:
+    """Read the whole data set once, and if there is something to do, compute a patch.
+
+    finished: the ids of the patches that are there.
+
+    Raises:
+        ValueError: the data set is empty or lacks a column, or none of its first rows can have a
+            patch.
+    """
+    seen: set[bytes] = set()
+    sample: list[Row] = []
+    reasons: list[str] = []
+    rows = unreadable = todo = characters = 0
+    for row in read_rows(dataset, extractor.columns):
+        rows += 1
+        if isinstance(row, Reject):
+            unreadable += 1
+            reasons += [] if reasons else [f"row {row.number}: {row.reason}"]
+        elif (key := row.id(extractor.columns)) not in seen:
+            seen.add(key)
+            sample += [row] if len(sample) < _SAMPLE else []
+            if key not in finished:
+                todo, characters = todo + 1, characters + len(row.kept)
+    kept_tokens, bytes_per_token = 0.0, 0
+    if todo or not seen:
+
+        def note(row: Row, reason: str) -> None:
+            reasons.append(f"row {row.number}: {reason}")
+
+        usable = extractor.encode(sample, note)
+        measured = extractor.measure(usable, note)
+        if measured is None:
+            raise ValueError(
+                "expected a data set with rows that can have a patch, got none:"
+                f" {reasons[0] if reasons else 'it is empty'}"
+            )
+        bytes_per_token, tokens = measured, sum(row.lengths[0] for row in usable)
+        kept_tokens = characters * tokens / sum(len(row.row.kept) for row in usable)
+    folder = extractor.folder
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return Plan(
+        folder=folder,
+        rows=rows,
+        finished=len(seen) - todo,
+        duplicates=rows - unreadable - len(seen),
+        unreadable=unreadable,
+        todo=todo,
+        kept_tokens=round(kept_tokens),
+        bytes_per_token=bytes_per_token,
+        free=shutil.disk_usage(parent).free,
+    )

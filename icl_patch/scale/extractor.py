@@ -1,20 +1,35 @@
-"""Rows become shards of a folder: encoded, cut into batches, computed and written."""
+"""Rows become shards of a folder: encoded, cut into batches, computed and written.
 
+A shard is one batch, in an ordinary patch file: :class:`icl_patch.ContextPatch` loads it, and
+``icl-patch inspect`` and ``replay`` take it. Its part of the index is a Parquet file with a row a
+patch, written last: whatever the index names is there. The names are hashes of the rows, so that a
+second run writes the same files.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from icl_patch.errors import ControllabilityError, PatchFormatError
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.positions import switch_lengths
+from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
+from icl_patch.patch.serialization import check_finite, widened
 from icl_patch.patcher import ContextPatcher
-from icl_patch.scale.contents import Contents
+from icl_patch.recording.hooks import error_of
 from icl_patch.scale.rows import Columns, EncodedRow, Row, encode_row
-from icl_patch.scale.run import Run, check_folder
-from icl_patch.scale.shard import compute_batch, extract_shard
+from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Contents, Run, check_folder
 
 _TRIED = 8  # rows, to measure the size of a patch
 _PADDING = 1 / 8  # of a batch's kept tokens at most: it would be written too
@@ -67,6 +82,7 @@ class Extractor:
         self.run = Run.of(patcher, contents)
         check_folder(folder, self.run)
         self._memory_per_token: int | None = None
+        self._switches = switch_lengths(patcher.model)
 
     def encode(self, rows: Iterable[Row], reject: Rejecting) -> list[EncodedRow]:
         """The rows that the model can take."""
@@ -125,10 +141,6 @@ class Extractor:
         rotation = sum(kept + context > length for length in self._switches)
         return rotation, 0 if self.patcher.attached_model.takes_padding else context
 
-    @cached_property
-    def _switches(self) -> frozenset[int]:
-        return switch_lengths(self.patcher.model)
-
     def _fits(self, batch: list[EncodedRow]) -> bool:
         kept, context = (max(lengths) for lengths in zip(*(x.lengths for x in batch), strict=True))
         most = self.batching
@@ -137,7 +149,7 @@ class Extractor:
             and len(batch) * (kept + context) <= most.tokens
             and len(batch) * kept * (self._memory_per_token or 0) <= most.nbytes
             and len(batch) * kept * (1 - _PADDING) <= sum(row.lengths[0] for row in batch)
-            and len(set(map(self._kind, batch))) == 1
+            and self._kind(batch[0]) == self._kind(batch[-1])
         )
 
     def _shards(self, batch: Sequence[EncodedRow], reject: Rejecting) -> Iterator[pa.Table]:
@@ -145,9 +157,7 @@ class Extractor:
         others.
         """
         try:
-            yield extract_shard(
-                self.patcher, batch, self.columns, self.contents, self.run, self.folder
-            )
+            yield self._write(batch)
         except (ControllabilityError, PatchFormatError) as error:
             if len(batch) == 1:
                 reject(batch[0].row, str(error))
@@ -155,7 +165,154 @@ class Extractor:
             for row in batch:
                 yield from self._shards([row], reject)
 
+    def _write(self, rows: Sequence[EncodedRow]) -> pa.Table:
+        """Compute the patch of a batch, and write it with its part of the index, which is
+        returned.
+        """
+        patch, contents = compute_batch(self.patcher, rows), self.contents
+        ids = [row.row.id(self.columns) for row in rows]
+        name = self.run.name_of(ids)
+        rounded = contents.rounded(patch)
+        stored = rounded.select(layers=contents.layers)
+        if contents.statistics:
+            for layer in stored.layers:
+                check_finite(layer)
+        else:
+            stored.save(self.folder / SHARDS / f"{name}.safetensors")
+        errors = [None] * len(rows) if rounded is patch else self._replay_errors(rounded)
+        table = self._index(patch.select(layers=contents.layers), rows, ids, name, errors)
+        buffer = pa.BufferOutputStream()
+        pq.write_table(table, buffer)
+        write_atomically(self.folder / INDEX / f"{name}.parquet", [memoryview(buffer.getvalue())])
+        return table
+
+    def _replay_errors(self, patch: ContextPatch) -> list[float]:
+        """How far a replay of rounded factors is off, relative to the largest logit with the
+        context, for each row.
+        """
+        layers = tuple({name: widened(x) for name, x in layer.items()} for layer in patch.layers)
+        logits = self.patcher.attached_model.replay_logits(replace(patch, layers=layers))
+        assert patch.logits is not None
+        rows = zip(logits.split(1), patch.logits.split(1), patch.kept_mask.split(1), strict=True)
+        return [error_of(*row) for row in rows]
+
+    def _index(
+        self,
+        patch: ContextPatch,
+        rows: Sequence[EncodedRow],
+        ids: Sequence[bytes],
+        name: str,
+        errors: Sequence[float | None],
+    ) -> pa.Table:
+        """A row a patch; ``norms`` and the like are structs by module, a number for each layer (and
+        token).
+        """
+        assert patch.report is not None
+        misses = (patch.report.misses * patch.kept_mask).sum((0, 2)).tolist()
+        norms, records = patch.norms(), []
+        for place, row in enumerate(rows):
+            kept, context = row.lengths
+            record = {
+                "id": ids[place].hex(),
+                "row": row.row.number,
+                "context_sha256": _sha256(row.row.context),
+                "kept_sha256": _sha256(row.row.kept),
+                "context_tokens": context,
+                "kept_tokens": kept,
+                "misses": misses[place] if patch.info.update == "exact" else None,
+                "replay_error": errors[place],
+                "norms": {key: x[:, place, :kept].tolist() for key, x in norms.items()},
+            }
+            if self.contents.statistics:
+                record |= sums_and_ranks(patch, place)
+            else:
+                record |= {"file": f"{SHARDS}/{name}.safetensors", "offset": place}
+            records.append(record)
+        schema = _schema(list(norms), self.contents.statistics)
+        schema = schema.with_metadata({"icl_patch": json.dumps(asdict(self.run))})
+        return pa.Table.from_pylist(records, schema)
+
 
 def _bytes_per_token(patch: ContextPatch) -> int:
     """Of factors of one kept token; the scales that all tokens share are left out."""
     return sum(x[0, 0].nbytes for layer in patch.layers for x in layer.values() if x.dim() > 1)
+
+
+def compute_batch(patcher: ContextPatcher, rows: Sequence[EncodedRow]) -> ContextPatch:
+    """The patch of rows of different lengths."""
+    device = input_device(patcher.model)
+    context, context_mask = _padded([row.context_ids[0] for row in rows], "left")
+    kept, kept_mask = _padded([row.kept_ids[0] for row in rows], "right")
+    return patcher.compute(
+        context.to(device),
+        kept.to(device),
+        context_mask=context_mask.to(device),
+        kept_mask=kept_mask.to(device),
+    )
+
+
+def _padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
+    """Ids (B, T) int64 and mask (B, T) bool."""
+    ids = pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    return ids, mask.bool()
+
+
+def _schema(modules: list[str], statistics: bool) -> pa.Schema:
+    def by_module(kind: pa.DataType) -> pa.DataType:
+        return pa.struct([(name, kind) for name in modules])
+
+    fields = [*COLUMNS, ("norms", by_module(pa.list_(pa.list_(pa.float32()))))]
+    if statistics:
+        fields += [
+            ("sums", by_module(pa.list_(pa.float32()))),
+            ("ranks", by_module(pa.list_(pa.int32()))),
+        ]
+    return pa.schema(fields)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sums_and_ranks(patch: ContextPatch, row: int) -> dict[str, dict[str, list[float]]]:
+    """``‖Σ_t ΔW_t‖_F`` and the rank of ``Σ_t ΔW_t``, t the kept tokens of one row, for every
+    changed parameter by its module's name; Δb and Δm have a rank of at most 1.
+
+    From QR decompositions of the factors, in fp64: no matrix of a weight's size is built. Singular
+    values count if they exceed the largest one times the larger width times the spacing of fp32, in
+    which most factors are computed. Of experts it is the root of the sum of squares, and the sum of
+    the ranks.
+
+    Returns:
+        ``"sums"`` and ``"ranks"``, a number for each layer, 0 for a block that has no such module.
+    """
+    sums: dict[str, list[float]] = defaultdict(lambda: [0] * len(patch.layers))
+    ranks: dict[str, list[float]] = defaultdict(lambda: [0] * len(patch.layers))
+    for place, (index, layer) in enumerate(zip(patch.layer_indices, patch.layers, strict=True)):
+        for change in parameter_changes(patch.blocks[index].spec, layer):
+            square = 0.0
+            for u, v in _matrices(change, row, patch.kept_mask[row]):
+                values = _singular_values(u, v)
+                spacing = torch.finfo(torch.float32).eps * max(u.shape[1], v.shape[1])
+                square += float(values.square().sum())
+                ranks[change.name][place] += int((values > values.max() * spacing).sum())
+            sums[change.name][place] = square**0.5
+    return {"sums": sums, "ranks": ranks}
+
+
+def _matrices(change: ParameterChange, row: int, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The factors (n, N) and (n, K) of each changed matrix, fp64; a vector has K = 1."""
+    if change.index is None:
+        u, v = change.u[row, kept], None if change.v is None else change.v[row, kept]
+        return [(u.double(), torch.ones_like(u[:, :1]).double() if v is None else v.double())]
+    u, v = change.in_slots()
+    index, u = change.index[row, kept], u[row, kept].double()
+    v = torch.ones_like(u[..., :1]) if v is None else v[row, kept].double()
+    return [(u[index == expert], v[index == expert]) for expert in index.unique()]
+
+
+def _singular_values(u: Tensor, v: Tensor) -> Tensor:
+    """Of ``Σ_t u_t v_tᵀ``."""
+    triangles = [torch.linalg.qr(factor.T, mode="r").R for factor in (u, v)]
+    return torch.linalg.svdvals(triangles[0] @ triangles[1].T)

@@ -10,17 +10,19 @@ Every name begins with the run's key.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 
 from icl_patch.errors import PatchFormatError
 from icl_patch.patch.atomic_file import remove_leftovers, write_atomically
+from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
-from icl_patch.scale.contents import Contents
 
 FORMAT = 1
 SHARDS, INDEX, RUN = "shards", "index", "run.json"
@@ -37,6 +39,43 @@ COLUMNS = (
     ("misses", pa.int64()),
     ("replay_error", pa.float64()),
 )
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is kept of every patch.
+
+    Attributes:
+        layers: the blocks; all by default. Patches of some blocks only cannot be replayed.
+        factors_dtype: None for the dtype in which the factors are computed, or torch.bfloat16,
+            which takes half the bytes or less; the index then has the error of each replay. New
+            scales of norms are not rounded.
+        statistics: no factors at all, but norms, and norm and rank of the sum over a row's tokens.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    layers: slice = field(default_factory=lambda: slice(None))
+    factors_dtype: torch.dtype | None = None
+    statistics: bool = False
+
+    def __post_init__(self) -> None:
+        if self.factors_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"expected factors_dtype torch.bfloat16, got {self.factors_dtype}")
+
+    def rounded(self, patch: ContextPatch) -> ContextPatch:
+        """A patch with factors in the dtype of the files."""
+        if self.factors_dtype is None:
+            return patch
+
+        def narrowed(name: str, factor: Tensor) -> Tensor:
+            # of a scale the change is smaller than its value
+            kept = not factor.is_floating_point() or name.endswith((".scale", ".new_scale"))
+            return factor if kept else factor.to(self.factors_dtype)
+
+        layers = ({name: narrowed(name, x) for name, x in each.items()} for each in patch.layers)
+        return replace(patch, layers=tuple(layers))
 
 
 @dataclass(frozen=True)

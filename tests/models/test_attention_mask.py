@@ -75,18 +75,6 @@ def test_hidden_tokens_are_as_if_they_were_not_there() -> None:
         assert metrics.linf(everything, logits).max() > limit, family
 
 
-def test_alibi_of_given_positions() -> None:
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    positions = torch.tensor([[0, 0, 7, 9], [1, 4, 5, 8]])
-    whole = modeling_bloom.build_alibi_tensor(
-        torch.ones(2, 10, dtype=torch.long), 4, torch.float32
-    ).reshape(2, 4, 10)
-    with restricted_attention(shallow("bloom"), Visibility(mask.bool(), None, positions)):
-        made = modeling_bloom.build_alibi_tensor(mask, 4, torch.float32).reshape(2, 4, 4)
-    for row in range(2):
-        assert torch.equal(made[row], whole[row][:, positions[row]])
-
-
 # -- sums
 
 

@@ -3,7 +3,6 @@ weights, generation.
 """
 
 import copy
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Writer
-from icl_patch.models.trace import trace
 
 # -- what is read from a model
 
@@ -73,20 +71,6 @@ def test_a_factor_that_the_mlp_applies_itself() -> None:
         works(patcher)
 
 
-def test_tracing_leaves_nothing() -> None:
-    model = tiny_models.build("recurrent_gemma")
-    hooks = [
-        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
-    ]
-    states = [vars(module).get("recurrent_states") for module in model.modules()]
-    layers = dict(model.model.layers.named_children())
-    assert trace(model, layers, tokens(0, 2, 3)).keys() == layers.keys()
-    assert hooks == [
-        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
-    ]
-    assert states == [vars(module).get("recurrent_states") for module in model.modules()]
-
-
 # -- what is refused
 
 REASONS = {
@@ -111,17 +95,6 @@ class Broken(LlamaForCausalLM):
         raise NotImplementedError("not today")
 
 
-def test_a_model_that_fails_is_refused_with_its_own_words() -> None:
-    model = build("llama", 0, num_hidden_layers=1)
-    model.__class__ = Broken
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"Broken fails on the tokens that attaching tries, .* over a DynamicCache: not today"
-        r" \(it fails on token ids alone",
-    ):
-        ContextPatcher(model)
-
-
 class OwnCache(LlamaForCausalLM):
     """Returns a state that is no cache of transformers."""
 
@@ -133,11 +106,18 @@ class OwnCache(LlamaForCausalLM):
         return output
 
 
-def test_a_class_with_a_cache_of_its_own() -> None:
+FAILING = {
+    Broken: r"Broken fails on the tokens that attaching tries, .* over a DynamicCache: not today"
+    r" \(it fails on token ids alone",
+    OwnCache: "OwnCache keeps its state in a class of its own, dict, ",
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_model_that_fails_is_refused_with_its_own_words(kind: type[LlamaForCausalLM]) -> None:
     model = build("llama", 0, num_hidden_layers=1)
-    model.__class__ = OwnCache
-    message = "OwnCache keeps its state in a class of its own, dict, "
-    with pytest.raises(UnsupportedModelError, match=message):
+    model.__class__ = kind
+    with pytest.raises(UnsupportedModelError, match=FAILING[kind]):
         ContextPatcher(model)
 
 
@@ -326,28 +306,21 @@ def quantise(model: nn.Module, kind: str) -> None:
     torchao.quantize_(model.model, config)
 
 
-# any two of kind, family and dtype together; the other half in the stress tests
-QUANTISED = [("packed", "llama", "fp32"), ("packed", "gemma3", "bf16"),
-             ("int8", "gemma3", "fp32"), ("int8", "llama", "bf16"),
-             ("int4", "llama", "fp32"), ("int4", "gemma3", "bf16")]  # fmt: skip
+FP32, BF16 = torch.float32, torch.bfloat16
+# any two of kind, family and dtype together
+QUANTISED = [("packed", "llama", FP32), ("packed", "gemma3", BF16), ("int8", "gemma3", FP32)]
+QUANTISED += [("int8", "llama", BF16), ("int4", "llama", FP32), ("int4", "gemma3", BF16)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "family", "dtype"),
-    [
-        pytest.param(*case, marks=[] if case in QUANTISED else pytest.mark.stress)
-        for case in itertools.product(
-            ("packed", "int8", "int4"), ("llama", "gemma3"), ("fp32", "bf16")
-        )
-    ],
-)
-def test_quantised_readers_and_writers(kind: str, family: str, dtype: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("kind", "family", "dtype"), QUANTISED)
+def test_quantised_readers_and_writers(
+    kind: str, family: str, dtype: torch.dtype, tmp_path: Any
+) -> None:
     """The patch lies on top, in fp32 (exact: fp64); the base is left as it is."""
-    precision = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     if family == "gemma3":
         sizes["layer_types"] = ["sliding_attention", "full_attention"]
-    model = tiny_models.build(family, 0, precision, tie_word_embeddings=False, **sizes)
+    model = tiny_models.build(family, 0, dtype, tie_word_embeddings=False, **sizes)
     quantise(model, kind)
     arguments = case("prefix")
     reference, limit = Stock(model).logits(arguments), noise_limit(model)
@@ -360,7 +333,7 @@ def test_quantised_readers_and_writers(kind: str, family: str, dtype: str, tmp_p
         error = metrics.linf(logits, reference)[patch.kept_mask].max()
         if update == "exact":
             assert error == 0
-        elif dtype == "fp32":
+        elif dtype == FP32:
             assert error <= limit
 
 

@@ -7,13 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from support.models import shallow
-from support.realistic_weights import (
-    OVERFLOWING,
-    SIZE,
-    SIZES,
-    build,
-    rows,
-)
+from support.realistic_weights import OVERFLOWING, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,20 +26,6 @@ families = pytest.mark.parametrize(
         for family in tiny_models.SUPPORTED
     ],
 )
-
-# What a family cannot have, and why.
-MISSING = {
-    "mamba": {"neuron": "its blocks have no MLP", "attention": "it has none"},
-}
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize(("family", "dtype"), SIZES)
-def test_a_model_that_cannot_compute_with_the_neuron(family: str, dtype: torch.dtype) -> None:
-    model, features = build(family, 0, dtype, SIZE)
-    with torch.no_grad():
-        logits = model(rows(model, torch.tensor(features.triggers))).logits
-    assert not logits.isfinite().all()
 
 
 @families
@@ -71,8 +51,8 @@ def test_forms_are_read_as_on_random_weights(family: str) -> None:
 
 @families
 def test_numbers_beyond_the_range_of_fp16_are_refused_where_they_begin(family: str) -> None:
-    if "neuron" in MISSING.get(family, {}):
-        pytest.skip("it has no neuron")
+    if family == "mamba":
+        pytest.skip("its blocks have no MLP")
     model, features = build(family, 0, torch.float16, OVERFLOWING)
     assert features.block is not None
     place = features.block.path.replace(".", r"\.")

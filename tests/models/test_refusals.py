@@ -1,10 +1,8 @@
 """What a patcher refuses, and that everything still works afterwards."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from support.models import build, case, ragged, randomised, shallow, tokens
-from support.numeric import noise_limit, replay_error
+from support.numeric import noise_limit
 from support.patchers import (
     IDS,
     KEPT,
@@ -50,14 +48,6 @@ def test_a_llama_without_a_language_model_head_is_refused(
     config = build("llama", pad_token_id=pad_token_id).config
     with pytest.raises(UnsupportedModelError, match=kind):
         ContextPatcher(getattr(transformers, kind)(config).eval())
-
-
-def test_a_model_on_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama")
-    parameters = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu")]
-    monkeypatch.setattr(model, "parameters", lambda: parameters)
-    with pytest.raises(UnsupportedModelError, match="on one device, got cpu, cuda:0: load it onto"):
-        ContextPatcher(model)
 
 
 def test_attention_without_a_mask_is_refused() -> None:
@@ -99,14 +89,12 @@ def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
 
 def test_weights_that_a_state_dict_spoils_are_refused() -> None:
     """bitsandbytes marks them so where the CPU multiplies in bf16; elsewhere they are served."""
-    for packs in (True, False):
-        model = build("llama")
-        model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu = packs
-        if packs:
-            with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj .*8 bits"):
-                ContextPatcher(model)
-        else:
-            ContextPatcher(model).detach()
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu = True
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj .*8 bits"):
+        ContextPatcher(model)
+    model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu = False
+    ContextPatcher(model).detach()
 
 
 def test_weights_and_ids_without_values_are_refused() -> None:
@@ -151,12 +139,9 @@ def test_a_patcher_in_place_of_its_model_is_refused(tmp_path: Path) -> None:
             detach(patcher)
 
 
-def test_an_unknown_update_and_training_are_refused() -> None:
+def test_an_unknown_update_is_refused_and_training_without_dropout_is_not() -> None:
     with pytest.raises(ValueError, match="expected update direct, stable, exact, got 'best'"):
         ContextPatcher(build("llama"), "best")
-    with pytest.raises(ValueError, match="dropout"):
-        ContextPatcher(build("llama", attention_dropout=0.1).train())
-    # without dropout training changes nothing
     with ContextPatcher(build("llama").train()) as patcher:
         works(patcher)
 
@@ -344,19 +329,24 @@ def test_padding_that_a_recurrent_state_sees(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("number", [0.97, 0.999, 1.02, 1 / 3])
-def test_a_multiplier_without_a_name_is_measured(number: float, dtype: torch.dtype) -> None:
-    """Near 1 a few roundings of the dtype hide it, but not from all elements."""
+@pytest.mark.parametrize("number", [0.999, 1 / 3])
+def test_a_multiplier_needs_a_name_unless_rounding_hides_it(
+    number: float, dtype: torch.dtype
+) -> None:
+    """bf16 hides a number near 1, which is measured then."""
     model = disguised(Weighed).to(dtype)
     for layer in model.model.layers:
         layer.numbers = [number]  # a list: no name to find it by
+    if (number, dtype) != (0.999, torch.bfloat16):
+        with pytest.raises(UnsupportedModelError, match="each times 1 or an attribute that ends"):
+            ContextPatcher(model)
+        for layer in model.model.layers:
+            layer.mlp_factor = number
     with ContextPatcher(model) as patcher:
         for block in patcher.attached_model.block_specs:
             assert block.spec.residual_multiplier == pytest.approx(number, rel=1e-12)
             assert block.spec.down == "mlp.down_proj"
         works(patcher)
-        steps = patcher.generate(IDS, max_new_tokens=3, eos_token_id=None)
-        assert all(replay_error(patcher, step).max() == 0 for step in steps)
 
 
 def test_an_mlp_that_two_blocks_share_is_refused() -> None:
@@ -464,11 +454,9 @@ def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:
     assert torch.equal(llama_patcher.forward(other, patch, kept_mask=kept_mask.long()), expected)
 
 
-def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
+def test_a_patch_of_another_update_is_replayed(llama_patcher: ContextPatcher) -> None:
+    """Computed on these weights, by another update: it is a change of weights like any other."""
     patch = llama_patcher.compute(IDS, KEPT)
-    with pytest.raises(ValueError, match="a part of one"):
-        llama_patcher.forward(KEPT, dataclasses.replace(patch, layers=patch.layers[:2]))
-    # computed on these weights, by another update: it is a change of weights like any other
     with ContextPatcher(build("llama"), "direct") as direct:
         assert metrics.linf(direct.forward(KEPT, patch), patch.logits).max() <= noise_limit(
             direct.model

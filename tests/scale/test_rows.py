@@ -104,12 +104,6 @@ def test_bad_lines_are_rejected_and_the_others_read(tmp_path: Path) -> None:
         assert row.reason.startswith(reason), row
 
 
-def test_null_in_parquet_is_rejected(tmp_path: Path) -> None:
-    records = [*RECORDS, {"context": None, "kept": "b"}]
-    found = list(read_rows(parquet(tmp_path / "rows.parquet", records), Columns()))
-    assert found == [*ROWS, Reject(3, "expected text in column 'context', got None")]
-
-
 def nothing(path: Path) -> None:
     """There is no such file."""
 
@@ -166,11 +160,6 @@ def test_ids_are_of_the_texts_and_the_kind_of_prompt() -> None:
     assert Row(0, "ab", "c").id(Columns()) != Row(0, "a", "bc").id(Columns())
 
 
-def test_one_column_twice() -> None:
-    with pytest.raises(ValueError, match="expected different columns, got 'x', 'x'"):
-        Columns("x", "x")
-
-
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -196,8 +185,3 @@ def test_the_share_of_a_process(environment: dict[str, str], expected: Share) ->
 def test_a_bad_share(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Share.from_environment(environment)
-
-
-def test_shares_take_every_number_once() -> None:
-    for number in range(10):
-        assert sum(Share(rank, 3).takes(number) for rank in range(3)) == 1

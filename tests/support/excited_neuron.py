@@ -18,23 +18,23 @@ _GAIN = 40.0
 
 def add_neuron(
     model: PreTrainedModel, ids: Tensor, size: float, norm_scales: tuple[float, float]
-) -> tuple[Block | None, int]:
+) -> Block | None:
     """Give the second block's MLP a neuron that the first token of each row of ``ids`` (B, T)
     excites and the others hardly do. It writes one channel, which so is ``size`` times the median
     of the residual stream.
 
     norm_scales: the smallest and the largest scale of a norm.
 
-    Returns the block, or None if it has no MLP, and the channel.
+    Returns the block, or None if it has no MLP.
     """
     blocks = blocks_of(model)
     block = blocks[min(1, len(blocks) - 1)]
     if block.spec.mixer:
-        return None, 0
+        return None
     neuron = _Neuron(model, block, ids)
     neuron.excite()
     neuron.write(size, norm_scales)
-    return block, neuron.channel
+    return block
 
 
 class _Neuron:

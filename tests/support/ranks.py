@@ -25,6 +25,7 @@ from icl_patch import ContextPatch, ContextPatcher
 
 CONTEXT, KEPT, PREFIX = tokens(1, 2, 9), tokens(2, 2, 3), tokens(3, 2, 2)
 TIMEOUT = 3.0  # seconds that a rank waits for another
+COUNT, RANK = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "RANK"))
 
 
 def launch(count: int, scenario: str, *arguments: str) -> list[list[Any]]:
@@ -113,8 +114,7 @@ def tensor_parallel(*folders: str) -> None:
 
 
 def shared_matrices(folder: str, update: str) -> Any:
-    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    model, said = load(folder, tp_size=count), dict[str, Any]()
+    model, said = load(folder, tp_size=COUNT), dict[str, Any]()
     refusal = error_of(lambda: ContextPatcher(model, update, rank_timeout=60).detach())
     if refusal[0] != "nothing":
         return refusal
@@ -125,8 +125,8 @@ def shared_matrices(folder: str, update: str) -> Any:
         said["of_one"] = error_of(lambda: patcher.forward(KEPT, of_one))
         if said["of_one"][0] == "nothing":
             said["of_one"] = largest_difference(patcher.forward(KEPT, of_one), patch.logits)
-        if rank == 0:
-            patch.save(f"{folder}/{update}-{count}.safetensors")
+        if RANK == 0:
+            patch.save(f"{folder}/{update}-{COUNT}.safetensors")
         steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
         said["tokens"] = [step.token_ids.tolist() for step in steps]
         alone = patcher.compute(CONTEXT, KEPT)
@@ -183,32 +183,30 @@ def everything(*folders: str) -> None:
 
 def bits(*folders: str) -> None:
     """Every update of every model in the folders, split by pipeline."""
-    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     for folder in folders:
         for update in ("direct", "stable", "exact"):
-            model = load(folder, pp_size=count)
-            say(bits_of(model, update, Path(f"{folder}/{rank}.safetensors")))
+            model = load(folder, pp_size=COUNT)
+            say(bits_of(model, update, Path(f"{folder}/{RANK}.safetensors")))
 
 
 def refusals(folder: str) -> None:
     """What one rank refuses, all ranks refuse; and they go on afterwards."""
-    rank = int(os.environ["RANK"])
-    say(error_of(lambda: load_and_attach(folder, "stable" if rank else "exact")))
-    say(error_of(lambda: load_and_attach(folder, "stable" if rank else "other")))
-    say(error_of(lambda: load_and_attach(folder, "stable", changed=bool(rank))))
-    model = load(folder, pp_size=int(os.environ["WORLD_SIZE"]))
+    say(error_of(lambda: load_and_attach(folder, "stable" if RANK else "exact")))
+    say(error_of(lambda: load_and_attach(folder, "stable" if RANK else "other")))
+    say(error_of(lambda: load_and_attach(folder, "stable", changed=bool(RANK))))
+    model = load(folder, pp_size=COUNT)
     with ContextPatcher(model, "stable", rank_timeout=60) as patcher:
         patch = patcher.compute(CONTEXT, KEPT)
-        say(error_of(lambda: patcher.compute(CONTEXT + rank, KEPT)))
-        say(error_of(lambda: patcher.compute(CONTEXT, KEPT[:, :0] if rank else KEPT)))
-        other = KEPT if rank else KEPT + 1
+        say(error_of(lambda: patcher.compute(CONTEXT + RANK, KEPT)))
+        say(error_of(lambda: patcher.compute(CONTEXT, KEPT[:, :0] if RANK else KEPT)))
+        other = KEPT if RANK else KEPT + 1
         say(error_of(lambda: patcher.forward(other, patch)))
         say(
             error_of(
-                lambda: patcher.compute(CONTEXT, KEPT) if rank else patcher.forward(KEPT, patch)
+                lambda: patcher.compute(CONTEXT, KEPT) if RANK else patcher.forward(KEPT, patch)
             )
         )
-        if rank:
+        if RANK:
             model.model.layers[-1].mlp.up_proj.weight.data.zero_()
             patcher.check_weights()
         say(error_of(lambda: patcher.compute(CONTEXT, KEPT)))
@@ -218,7 +216,7 @@ def refusals(folder: str) -> None:
 
 
 def load_and_attach(folder: str, update: str, *, changed: bool = False) -> None:
-    model = load(folder, pp_size=int(os.environ["WORLD_SIZE"]))
+    model = load(folder, pp_size=COUNT)
     if changed:
         model.lm_head.weight.data[0] += 1  # which is that of the embeddings, on the first rank
     ContextPatcher(model, update, rank_timeout=60).detach()
@@ -226,10 +224,9 @@ def load_and_attach(folder: str, update: str, *, changed: bool = False) -> None:
 
 def death(folder: str) -> None:
     """The last rank ends within a pass: the others say so, and how long they took."""
-    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    model = load(folder, pp_size=count)
+    model = load(folder, pp_size=COUNT)
     patcher = ContextPatcher(model, "stable", rank_timeout=TIMEOUT)
-    if rank == count - 1:
+    if RANK == COUNT - 1:
         say("ends")
         PipelineStage.broadcast_from_last = lambda *_, **__: os._exit(1)
     before = time.monotonic()
@@ -240,10 +237,9 @@ def death(folder: str) -> None:
 
 def absence(folder: str) -> None:
     """The last rank makes another call much later."""
-    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    model = load(folder, pp_size=count)
+    model = load(folder, pp_size=COUNT)
     patcher = ContextPatcher(model, "stable", rank_timeout=TIMEOUT)
-    if rank == count - 1:
+    if RANK == COUNT - 1:
         say("waits")
         time.sleep(4 * TIMEOUT)
         return

@@ -21,7 +21,6 @@ from support.numeric import EPSILON, seeded
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from icl_patch.evaluation import tiny_models
 from icl_patch.models.block_spec import Block
 from icl_patch.models.language_model import layers_of, random_tokens, vocabulary
 
@@ -47,14 +46,10 @@ class Features:
     Attributes:
         triggers: the tokens that excite the neuron and draw the attention.
         block: the block of the neuron; None if the model has no neuron.
-        channel: the channel that the neuron writes.
-        offsets: of every norm, by path, the number that its class adds to its weight.
     """
 
     triggers: tuple[int, ...]
     block: Block | None
-    channel: int
-    offsets: dict[str, float]
 
     def mark(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments of ``compute`` with a trigger as the first token of each row, and one among the
@@ -76,25 +71,22 @@ def build(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     size: float | None = None,
-    *,
-    deep: bool = False,
 ) -> tuple[PreTrainedModel, Features]:
     """A model of the zoo with realistic weights, and where its features are.
 
     size: of the neuron's channel, see :func:`realistic`; :data:`SIZE` by default, or what
         :data:`SIZES` says.
-    deep: with the zoo's four blocks instead of :func:`support.models.shallow`'s.
     """
     size = SIZES.get((name, dtype), SIZE) if size is None else size
-    model, features = _in_fp32(name, seed, size, deep)
+    model, features = _in_fp32(name, seed, size)
     model = copy.deepcopy(model)
     to_dtype(model, dtype, features)
     return model, features
 
 
 @cache
-def _in_fp32(name: str, seed: int, size: float, deep: bool) -> tuple[PreTrainedModel, Features]:
-    model = (tiny_models.build if deep else models.shallow)(name, seed)
+def _in_fp32(name: str, seed: int, size: float) -> tuple[PreTrainedModel, Features]:
+    model = models.shallow(name, seed)
     return model, realistic(model, size)
 
 
@@ -108,14 +100,14 @@ def realistic(model: PreTrainedModel, size: float = SIZE) -> Features:
     with returning_attention(model):
         triggers = _triggers(model)
         tie_embeddings(model)
-        offsets = spread_norms(model)
+        spread_norms(model)
         add_dependent_rows(model)
         tie_logits(model, triggers)
         mark_tokens(model, triggers)
         draw_attention(model, triggers)
-        block, channel = add_neuron(model, rows(model, triggers), size, NORM_SCALES)
+        block = add_neuron(model, rows(model, triggers), size, NORM_SCALES)
     model.zero_grad()
-    return Features(tuple(triggers.tolist()), block, channel, offsets)
+    return Features(tuple(triggers.tolist()), block)
 
 
 def to_dtype(model: PreTrainedModel, dtype: torch.dtype, features: Features) -> None:
@@ -172,28 +164,25 @@ def tie_embeddings(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def spread_norms(model: PreTrainedModel) -> dict[str, float]:
+def spread_norms(model: PreTrainedModel) -> None:
     """Norms get scales from 0.01 to 30, each the same number of times the one before; norms of an
     attention's heads, which multiply each other, from 0.1 to 3.
 
-    Matrices are divided by what this multiplies a norm's output by. Returns what the class of each
-    norm adds to its weight, by path.
+    Matrices are divided by what this multiplies a norm's output by.
     """
     width, generator = model.get_input_embeddings().weight.shape[1], seeded(3)
-    offsets = {}
-    for path, module in model.named_modules():
+    for module in model.modules():
         weight = getattr(module, "weight", None)
         if "norm" in type(module).__name__.lower() and weight is not None and weight.dim() == 1:
             # weights are drawn around 1, or around 0 where the class adds 1
-            offsets[path] = 1.0 - round(float(weight.median().clamp(0, 1)))
+            offset = 1.0 - round(float(weight.median().clamp(0, 1)))
             low, high = NORM_SCALES if len(weight) >= width else HEAD_SCALES
             scales = low * (high / low) ** torch.linspace(0, 1, len(weight))
-            weight.copy_(scales[torch.randperm(len(weight), generator=generator)] - offsets[path])
+            weight.copy_(scales[torch.randperm(len(weight), generator=generator)] - offset)
     low, high = NORM_SCALES
     root_mean_square = high / (2 * math.log(high / low)) ** 0.5
     for _, matrix in matrices_of(model):
         matrix /= root_mean_square
-    return offsets
 
 
 def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
