@@ -136,9 +136,19 @@ def encode_contexts(
     ]
     if not rows or not all(map(len, rows)):
         raise ValueError("expected contexts of at least one token, got an empty one")
+    inputs = left_padded(rows, tokenizer)
+    return inputs["input_ids"], inputs["attention_mask"].bool()
+
+
+def left_padded(rows: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+    """Rows of ids (T,) as ``input_ids`` and ``attention_mask``, (B, max T) int64; a tokenizer need
+    not have a token for padding.
+    """
     pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = pad(rows, padding_value=tokenizer.pad_token_id or 0)
-    return ids, pad([torch.ones_like(row, dtype=torch.bool) for row in rows])
+    return {
+        "input_ids": pad(list(rows), padding_value=tokenizer.pad_token_id or 0),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
+    }
 
 
 def default_context(model: PreTrainedModel) -> str:

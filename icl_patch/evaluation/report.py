@@ -1,6 +1,5 @@
 """Reports as tables on a terminal, as Markdown and as JSON."""
 
-import copy
 import json
 import math
 import textwrap
@@ -8,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import MARKDOWN
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.verify import VerifyReport, has_promise
+from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.invariance.arithmetic import MODEL
 
 # The block's last operation, by its writer.
@@ -70,6 +68,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     for row in rows:
         result.add_row(*map(Text, row))
     return result
+
+
+def table_of(title: str, records: Sequence[dict[str, Any]]) -> ReportTable:
+    """A table with a row for each record and a column for each key."""
+    return table(title, list(records[0]), [list(record.values()) for record in records])
 
 
 def format_value(value: Any) -> str:
@@ -148,19 +151,19 @@ def verdict_lines(report: VerifyReport) -> str:
             else:
                 count = _count(steps.bit_identical, len(report.steps))
                 lines.append(f"identical: {count}, in {passes}, to {steps.reference}")
-    kept = "yes" if report.passed else "no"
-    lines.append(f"promise kept: {kept if _promises(report) else 'there is none for this dtype'}")
+    lines.append(promise_line(report))
     return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in lines)
+
+
+def promise_line(report: Any) -> str:
+    """Whether a report's update keeps its promise, if it has one."""
+    kept = format_value(report.passed)
+    return f"promise kept: {kept if report.promises else 'there is none for this dtype'}"
 
 
 def _count(share: float, tokens: int) -> str:
     """``yes, 40 of 40 tokens``."""
     return f"{'yes' if share == 1 else 'no'}, {round(share * tokens)} of {tokens} tokens"
-
-
-def _promises(report: VerifyReport) -> bool:
-    """Whether the update promises anything in this dtype."""
-    return has_promise(report.update, report.dtype)
 
 
 def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
@@ -183,16 +186,11 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
                 "floor TVD": format_floor(report.noise_floor["tvd_max"]),
                 "reader error": report.reader_error_max,
                 "correction": report.correction_max if exact else None,
-                "promise kept": report.passed if _promises(report) else "no promise",
+                "promise kept": report.passed if report.promises else "no promise",
             }
         )
-    tables = [_table_of("Replay without context against the model with it", records)]
-    return tables + [_exact_table(reports)] * any(report.arithmetics for report in reports)
-
-
-def _exact_table(reports: Sequence[VerifyReport]) -> Table:
-    """The steps of exact updates in each arithmetic, beside the run that they are identical to."""
-    records = [
+    tables: list[Table] = [table_of("Replay without context against the model with it", records)]
+    exact_records = [
         {
             "dtype": report.dtype,
             "arithmetic": steps.arithmetic,
@@ -212,13 +210,7 @@ def _exact_table(reports: Sequence[VerifyReport]) -> Table:
         for steps in report.arithmetics
     ]
     title = "Exact steps by arithmetic; token match and L∞ max are against the unmodified model"
-    return _table_of(title, records)
-
-
-def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:
-    """A table with a row for each record and a column for each key."""
-    columns = list(records[0]) if records else []
-    return table(title, columns, [list(record.values()) for record in records])
+    return [*tables, table_of(title, exact_records)] if exact_records else tables
 
 
 def support_markdown() -> str:
@@ -233,18 +225,12 @@ def support_markdown() -> str:
     return "\n".join(rows)
 
 
-def to_markdown(tables: Sequence[Table]) -> str:
-    """Tables as Markdown, under their titles."""
-    console = Console(width=400, no_color=True, highlight=False)
-    parts = []
-    for table in map(copy.copy, tables):
-        title, note = table.title, table.caption
-        table.title, table.caption, table.box = None, None, MARKDOWN
-        with console.capture() as capture:
-            console.print(table)
-        lines = [line.strip() for line in capture.get().splitlines() if line.strip()]
-        parts.append(f"## {title}\n\n" + "\n".join(lines) + (f"\n\n{note}\n" if note else "\n"))
-    return "\n".join(parts)
+def to_markdown(table: Table) -> str:
+    """A table as Markdown, under its title."""
+    rows = [[str(column.header) for column in table.columns], ["---"] * len(table.columns)]
+    rows += [list(map(str, cells)) for cells in zip(*(x.cells for x in table.columns), strict=True)]
+    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"## {table.title}\n\n{lines}" + (f"\n{table.caption}\n" if table.caption else "")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -204,10 +204,11 @@ def test_the_largest_page_is_below_a_megabyte(result: ContextReport) -> None:
 def test_a_long_context_is_cut_into_groups() -> None:
     tokenizer = embedded.load()[1]
     ids = tokenizer(CONTEXT * 100).input_ids
-    groups = page._cut(tokenizer, ids, 64)
-    assert [group.start for group in groups[1:]] == [group.stop for group in groups[:-1]]
-    assert groups[-1].stop == len(ids) and len(groups) <= 65
-    assert {group.stop - group.start for group in groups[1:-1]} == {18}  # 1100 / 64, rounded up
+    spans, left_out = page._cut(ids, set(tokenizer.all_special_ids), 64)
+    assert spans[0] == (0, 1) and spans[1:] == left_out  # the beginning's token stays
+    assert [start for start, _ in spans[1:]] == [stop for _, stop in spans[:-1]]
+    assert spans[-1][1] == len(ids) and len(spans) <= 65
+    assert {stop - start for start, stop in spans[1:-1]} == {18}  # 1100 / 64, rounded up
 
 
 def test_columns_are_root_mean_squares() -> None:

@@ -21,7 +21,7 @@ have no vowels, so that none of them can contain a key.
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -147,15 +147,6 @@ def training_document(rng: random.Random) -> tuple[str, list[tuple[int, int]]]:
     """
     [kind] = rng.choices(list(_TRAINING_MIX), list(_TRAINING_MIX.values()))
     context, pairs = document(kind, rng, held_out=False, questions=4)
-    return with_answers(context, pairs)
-
-
-def with_answers(
-    context: str, pairs: Iterable[tuple[str, str]]
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a context and its questions with their answers, and the ``(start, stop)``
-    character spans of the answers, line ends included.
-    """
     text, spans = context, []
     for question, answer in pairs:
         text += question
