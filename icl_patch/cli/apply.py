@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     common.add_model(parser)
     common.add_patch(parser, meaning="a static patch, as icl-patch fit writes it")
-    common.add_out_folder(parser, "model")
+    common.add_out(parser, "folder of the model; it is made")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of a patch for each token: write scales of norms as modules_to_save, for PEFT alone",
     )
-    common.add_out_folder(parser, "LoRA")
+    common.add_out(parser, "folder of the LoRA; it is made")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -88,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write the patch even if it is worse than none, or moves preserved texts",
     )
-    common.add_out(parser)
+    kind = common.writable(".safetensors")
+    common.add_out(parser, "file to write (.safetensors)", kind, "FILE")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,7 @@ class ContextReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON types."""
-        return {
-            **vars(self),
-            "verified": self.verified.to_dict(),
-            "sizes": vars(self.sizes),
-            "groups": [vars(group) for group in self.groups],
-            "passed": self.passed,
-        }
+        return {**asdict(self), "verified": self.verified.to_dict(), "passed": self.passed}
 
 
 def context_report(

@@ -188,7 +188,7 @@ def verify(
     keep_last: int = 0,
     chat: bool = False,
     system: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     name: str | None = None,
 ) -> VerifyReport:
     """Run the papers' protocol and report how well the patched model matches the one with context.
@@ -236,7 +236,6 @@ def verify(
     check_last_type(loaded, inputs)
 
     exact = update == "exact"
-    progress = progress or (lambda done, total: None)
     count = max_new_tokens * (2 if exact else 1)
     progress(0, count)
     run = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
