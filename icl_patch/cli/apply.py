@@ -24,11 +24,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"expected a folder to write the model to, got the file {options.out}")
     common.check_out(options)
-    header = common.read_header(options)
-    from icl_patch.static import StaticPatch
-
-    model, tokenizer = common.load_for_patch(options, header)
-    patch = StaticPatch.load(options.patch, model, tokenizer)
+    model, tokenizer, patch = common.load_static(options)
     _save(options.out, patch.merge(model), tokenizer)
     result = {"folder": str(options.out), "matrices": len(patch.changes), "rank": patch.rank}
     said = common.front_of(patch, tokenizer)

@@ -345,6 +345,16 @@ def load_for_patch(
     return load(options)
 
 
+def load_static(
+    options: argparse.Namespace,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, StaticPatch]":
+    """The model, its tokenizer and the static patch ``--patch``."""
+    model, tokenizer = load_for_patch(options, read_header(options))
+    from icl_patch.static import StaticPatch
+
+    return model, tokenizer, StaticPatch.load(options.patch, model, tokenizer)
+
+
 def attach(options: argparse.Namespace, model: Any, tokenizer: Any) -> "ContextPatcher":
     """A patcher of the update that the options name."""
     from icl_patch.patcher import ContextPatcher

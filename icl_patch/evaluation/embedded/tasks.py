@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-KINDS = ("recall", "format", "fewshot", "language")
 ANSWER_END = "\n"
 
 _CONSONANTS = "bcdfghjklmnpqrstvwxz"
@@ -59,6 +58,7 @@ CHANCE = {
     "fewshot": 1 / len(_FUNCTIONS),
     "language": 1 / len(_NUMBER_WORDS),
 }
+KINDS = tuple(CHANCE)
 
 
 _MOST_KNOWN = 20_000  # draws without a new prompt: then there are none left
