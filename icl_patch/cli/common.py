@@ -348,10 +348,20 @@ def load_for_patch(
 def load_static(
     options: argparse.Namespace,
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, StaticPatch]":
-    """The model, its tokenizer and the static patch ``--patch``."""
-    model, tokenizer = load_for_patch(options, read_header(options))
+    """The model, its tokenizer and the static patch ``--patch``.
+
+    Raises:
+        ValueError: the file is a patch for each token; or as :func:`load_for_patch`.
+    """
+    header = read_header(options)
     from icl_patch.static import StaticPatch
 
+    if header.get("kind") != "static":
+        raise ValueError(
+            f"expected a static patch, got {options.patch}, a patch of one change per token:"
+            " icl-patch fit makes a static one"
+        )
+    model, tokenizer = load_for_patch(options, header)
     return model, tokenizer, StaticPatch.load(options.patch, model, tokenizer)
 
 

@@ -32,10 +32,7 @@ def run(options: argparse.Namespace) -> int:
     if header.get("kind") == "static":
         return _static(options, header)
     patch = ContextPatch.load(options.patch)
-    tokenizer = None
-    if options.model is not None:
-        model, tokenizer = common.load_for_patch(options, header)
-        patch.fitted_to(model, tokenizer)
+    tokenizer = _tokenizer(options, patch, header)
     entries: dict[str, Any] = {
         "file": str(options.patch),
         **vars(patch.info),
@@ -80,8 +77,32 @@ def _static(options: argparse.Namespace, header: dict[str, Any]) -> int:
     return 0
 
 
+def _tokenizer(options: argparse.Namespace, patch: "ContextPatch", header: dict[str, Any]) -> Any:
+    """A tokenizer or None: that of MODEL, which the patch must fit, else the one that the
+    patch was computed with if it is on this machine.
+    """
+    from transformers import AutoTokenizer
+
+    from icl_patch.evaluation import embedded
+    from icl_patch.patch.fingerprints import tokenizer_fingerprint
+
+    if options.model is not None:
+        model, tokenizer = common.load_for_patch(options, header)
+        patch.fitted_to(model, tokenizer)
+        return tokenizer
+    where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, local_files_only=True, trust_remote_code=False
+        )
+        patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
+    except (OSError, ValueError):
+        return None
+    return tokenizer
+
+
 def _texts(patch: "ContextPatch", tokenizer: Any) -> dict[str, Any]:
-    """The prefix and the kept tokens of each row as text, if there is a tokenizer."""
+    """The prefix and the kept tokens of each row as text, as far as there is a tokenizer."""
     found: dict[str, Any] = {}
     for name in ("prefix", "kept"):
         ids, mask = getattr(patch, f"{name}_ids"), getattr(patch, f"{name}_mask")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -339,12 +340,14 @@ def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> No
     file = str(tmp_path / "p.safetensors")
     given = ("--prefix", "mode ", "--context", "up", "--question", "per")
     run(capsys, "extract", *given, "--out", file)
-    _, out, _ = run(capsys, "inspect", "embedded", "--patch", file)
+    _, out, _ = run(capsys, "inspect", "--patch", file)
     assert "['per']" in out and "mode " in out and "ids" not in out
-    result = json.loads(run(capsys, "inspect", "embedded", "--patch", file, "--json")[1])
+    result = json.loads(run(capsys, "inspect", "--patch", file, "--json")[1])
     assert result["kept_text"] == ["per"]
     assert result["prefix_text"] == ["<bos>mode "]
     assert len(result["kept_ids"][0]) == 3
+    patch = ContextPatch.load(file)
+    replace(patch, info=replace(patch.info, model="/nowhere")).save(file)
     _, out, _ = run(capsys, "inspect", "--patch", file)
     assert "3 tokens; with MODEL they are shown as text" in out
 

@@ -75,7 +75,7 @@ def test_generate_with_the_patch_of_a_token(tmp_path: Path, capsys: pytest.Captu
     assert len(json.loads(out)["token_ids"]) == 1
     for command in ("export", "apply"):
         status, _, err = run(capsys, command, "--patch", file, "--out", tmp_path / "out")
-        assert status == 1 and "expected a patch of kind 'static'" in err
+        assert status == 2 and "expected a static patch, got" in err
     assert not (tmp_path / "out").exists()
 
 
