@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from icl_patch.cli import common
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from icl_patch.evaluation.report import ReportTable
 
 HELP = "show the main job on the embedded model, or on any other, and verify it"
 
@@ -93,7 +93,7 @@ def _of_each_kind(answers: list[dict[str, str]]) -> dict[str, list[dict[str, str
     return {kind: [row for row in answers if row["kind"] == kind] for kind in kinds}
 
 
-def _examples(answers: list[dict[str, str]]) -> "Table":
+def _examples(answers: list[dict[str, str]]) -> "ReportTable":
     """The first three prompts of every kind."""
     from icl_patch.evaluation import report
 
@@ -111,7 +111,7 @@ def _examples(answers: list[dict[str, str]]) -> "Table":
     return report.table("Answers", [*columns, *_ANSWERS.values()], rows)
 
 
-def _accuracy(answers: list[dict[str, str]]) -> "Table":
+def _accuracy(answers: list[dict[str, str]]) -> "ReportTable":
     """The share of whole answers right, by kind."""
     from icl_patch.evaluation import embedded, report
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from icl_patch.evaluation import report
 from icl_patch.evaluation.verify_dataset import DatasetReport, Interval
@@ -15,7 +14,7 @@ _PANELS = (
 )
 
 
-def table(result: DatasetReport) -> Table:
+def table(result: DatasetReport) -> report.ReportTable:
     """A row for each task, and one for all."""
     records = [
         {
