@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Fit, report and save."""
     common.check_out(options)
-    import sys
-
     from icl_patch import static
 
     model, tokenizer = common.load(options)

@@ -99,10 +99,8 @@ def _atoms(of: str, held_out: bool) -> tuple[str, ...]:
         every = (f"{number:03d}" for number in range(1000))
     elif of == "word":
         every = ("".join(letters) for letters in itertools.permutations(_CONSONANTS, _WORD_LENGTH))
-    elif of == "digits":
-        every = (" ".join(digits) for digits in itertools.product("0123456789", repeat=3))
     else:
-        raise ValueError(f"expected key, value, word or digits, got {of!r}")
+        every = (" ".join(digits) for digits in itertools.product("0123456789", repeat=3))
     return tuple(atom for atom in every if is_held_out(atom) == held_out)
 
 
