@@ -37,6 +37,7 @@ from regression_pictures import CLAIMS, stem  # noqa: E402
 
 EXPERIMENTS = re.search(r"^EXPERIMENTS := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
 FIGURES = (2, 3, 4, 5, 6, "E")
+layers = pytest.mark.parametrize("layer", [Attention, Recurrence], ids=["attention", "rnn"])
 
 
 def block(layer: type = Attention) -> Block:
@@ -85,6 +86,25 @@ def test_recurrence_is_an_rnn() -> None:
 
 
 @torch.no_grad()
+@layers
+def test_context_is_a_rank_one_change(layer: type) -> None:
+    """Φ_W(C, x) = Φ_{W+ΔW}(x), and the update of another context is another change."""
+    model, tasks = block(layer).double(), in_fp64(sample(6, 9, seeded(1)))
+    query = tasks.query[:, None]
+    u, v, z = model.update(tasks.context, query)
+    with_context = model(tasks.context, query)
+    assert same(model.without_context(z, u, v), with_context)
+    assert (model.without_context(z, u.roll(1, 0), v) - with_context).abs().max() > 0.01
+    one, many = tasks.context[:1], tasks.query[None]  # several queries of one task
+    u_many, v_many, z_many = model.update(one, many)
+    assert same(model.without_context(z_many, u_many, v_many), model(one, many))
+    delta = (model.layer(tasks.context, query) - z)[2, 0]
+    # equation 2
+    written_out = torch.outer(model.first.weight @ delta, z[2, 0]) / z[2, 0].square().sum()
+    assert same(torch.outer(u[2, 0], v[2, 0]), written_out)
+
+
+@torch.no_grad()
 def test_stack_block_is_a_post_norm_encoder_layer() -> None:
     torch.manual_seed(0)
     made = StackBlock(32, 32, 8, 128).double()
@@ -109,6 +129,18 @@ def test_stack_block_is_a_post_norm_encoder_layer() -> None:
         x, src_mask=nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.float64)
     )
     assert same(made(x), want)
+
+
+@torch.no_grad()
+def test_stack_without_context_block_by_block() -> None:
+    torch.manual_seed(0)
+    stack, tasks = Stack(layers=4).double(), in_fp64(sample(6, 9, seeded(1)))
+    inputs = tasks.context, tasks.query[:, None]
+    pairs = list(zip(stack.outputs(*inputs), stack.outputs_without_context(*inputs), strict=True))
+    assert len(pairs) == 4
+    assert all(same(a, b) for a, b in pairs)
+    alone = stack.outputs(inputs[0][:, :0], inputs[1])
+    assert (alone[-1] - pairs[-1][0]).abs().max() > 0.01
 
 
 def test_finetuning_is_sgd_on_the_first_weight_alone() -> None:
