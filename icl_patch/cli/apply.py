@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     common.add_model(parser)
     common.add_patch(parser, meaning="a static patch, as icl-patch fit writes it")
-    common.add_out_folder(parser, "model")
+    common.add_out(parser, "folder of the model; it is made")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,11 +24,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"expected a folder to write the model to, got the file {options.out}")
     common.check_out(options)
-    header = common.read_header(options)
-    from icl_patch.static import StaticPatch
-
-    model, tokenizer = common.load_for_patch(options, header)
-    patch = StaticPatch.load(options.patch, model, tokenizer)
+    model, tokenizer, patch = common.load_static(options)
     _save(options.out, patch.merge(model), tokenizer)
     result = {"folder": str(options.out), "matrices": len(patch.changes), "rank": patch.rank}
     said = common.front_of(patch, tokenizer)

@@ -33,14 +33,7 @@ if TYPE_CHECKING:
 
 # As in patch.serialization, which imports torch.
 UPDATES = ("direct", "stable", "exact")
-_DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -57,35 +50,20 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_out(parser: argparse.ArgumentParser, suffix: str = ".safetensors") -> None:
-    """Add --out, the file that the command writes, for :func:`check_out`."""
-    parser.add_argument(
-        "--out",
-        type=writable(suffix),
-        required=True,
-        metavar="FILE",
-        help=f"file to write ({suffix})",
-    )
-    add_force(parser)
-
-
-def add_out_folder(parser: argparse.ArgumentParser, content: str) -> None:
-    """Add --out, the folder that the command makes, for :func:`check_out`."""
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help=f"folder of the {content}; it is made",
-    )
-    add_force(parser)
-
-
-def add_force(parser: "argparse._ActionsContainer") -> None:
-    """Add --force, for :func:`check_out`."""
-    parser.add_argument(
-        "--force", action="store_true", help="replace what is there already under --out"
-    )
+def add_out(
+    parser: "argparse._ActionsContainer",
+    meaning: str,
+    kind: Callable[[str], Path] = Path,
+    metavar: str = "DIR",
+    *,
+    required: bool = True,
+) -> None:
+    """Add ``--out``, the file or folder that the command writes, and ``--force``, for
+    :func:`check_out`.
+    """
+    parser.add_argument("--out", type=kind, required=required, metavar=metavar, help=meaning)
+    meaning = "replace what is there already under --out"
+    parser.add_argument("--force", action="store_true", default=None, help=meaning)
 
 
 def check_out(options: argparse.Namespace) -> None:
@@ -101,35 +79,28 @@ def add_patch(parser: argparse.ArgumentParser, *, required: bool = True, meaning
     parser.add_argument("--patch", type=Path, metavar="FILE", required=required, help=meaning)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, its device, dtype and seed, for :func:`load`."""
-    add_model_of_patch(parser)
-    parser.add_argument(
-        "--dtype",
-        type=dtype,
-        metavar="DTYPE",
-        help="fp32, bf16 or fp16 (default: as saved; embedded: fp32)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the random number generators (default 0)"
-    )
-
-
-def add_model_of_patch(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and its device, where a patch file says the dtype."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="local folder or hub id (default: the embedded model)",
-    )
-    add_revision_and_device(parser)
-
-
-def add_revision_and_device(parser: argparse.ArgumentParser) -> None:
-    """Add ``--revision`` and ``--device``."""
+def add_model(
+    parser: argparse.ArgumentParser,
+    meaning: str = "local folder or hub id (default: the embedded model)",
+    *,
+    of_patch: bool = False,
+) -> None:
+    """Add MODEL, its revision and device, and its dtype and the seed unless it runs a patch file,
+    which says the dtype, for :func:`load`.
+    """
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=meaning)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     add_device(parser)
+    parser.set_defaults(dtype=None, seed=0)
+    if not of_patch:
+        parser.add_argument(
+            "--dtype",
+            type=dtype,
+            metavar="DTYPE",
+            help="fp32, bf16 or fp16 (default: as saved; embedded: fp32)",
+        )
+        meaning = "of the random number generators (default 0)"
+        parser.add_argument("--seed", type=int, default=0, help=meaning)
 
 
 def add_device(
@@ -277,9 +248,10 @@ def positive(text: str) -> int:
 
 def dtype(text: str) -> "torch.dtype":
     """The dtype option."""
-    if text not in _DTYPES:
+    name = _DTYPES.get(text, text)
+    if name not in _DTYPES.values():
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
-    value: torch.dtype = getattr(import_torch(), _DTYPES[text])
+    value: torch.dtype = getattr(import_torch(), name)
     return value
 
 
@@ -324,14 +296,13 @@ def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedToken
     if options.revision is not None and options.model in (None, "embedded"):
         raise ValueError("expected no --revision of the embedded model")
     torch = import_torch()
-    with stage("importing transformers"):
+    with stage(f"loading {options.model or 'the embedded model'}"):
         from transformers.utils import logging
 
         from icl_patch.evaluation.loading import load_model
 
-    torch.manual_seed(options.seed)
-    logging.disable_progress_bar()
-    with stage(f"loading {options.model or 'the embedded model'}"):
+        torch.manual_seed(options.seed)
+        logging.disable_progress_bar()
         return load_model(options.model, None, options.dtype, options.device, options.revision)
 
 
@@ -347,8 +318,7 @@ def read_header(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"expected a patch file, got the folder {path}; files there: {held}")
     if not path.exists():
         raise ValueError(f"expected a patch file, there is no {path}: icl-patch extract writes one")
-    import_torch()
-    with stage("importing transformers"):
+    with stage("importing torch and transformers"):
         from icl_patch.patch.serialization import read_file
 
     return read_file(path)[0]
@@ -373,6 +343,26 @@ def load_for_patch(
     if options.dtype is None:
         options.dtype = DTYPES.get(str(header.get("dtype")))
     return load(options)
+
+
+def load_static(
+    options: argparse.Namespace,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, StaticPatch]":
+    """The model, its tokenizer and the static patch ``--patch``.
+
+    Raises:
+        ValueError: the file is a patch for each token; or as :func:`load_for_patch`.
+    """
+    header = read_header(options)
+    from icl_patch.static import StaticPatch
+
+    if header.get("kind") != "static":
+        raise ValueError(
+            f"expected a static patch, got {options.patch}, a patch of one change per token:"
+            " icl-patch fit makes a static one"
+        )
+    model, tokenizer = load_for_patch(options, header)
+    return model, tokenizer, StaticPatch.load(options.patch, model, tokenizer)
 
 
 def attach(options: argparse.Namespace, model: Any, tokenizer: Any) -> "ContextPatcher":

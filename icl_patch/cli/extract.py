@@ -33,15 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_prompt(parser)
     common.add_update(parser)
     parser.add_argument("--prefix", metavar="TEXT", help="tokens before the context that stay")
-    parser.add_argument(
-        "--out",
-        type=_out,
-        required=True,
-        metavar="FILE|FOLDER",
-        help="file to write (.safetensors); with --dataset the folder",
-    )
-    common.add_force(parser)
-    parser.set_defaults(force=None)
+    meaning = "file to write (.safetensors); with --dataset the folder"
+    common.add_out(parser, meaning, _out, "FILE|FOLDER")
     many = parser.add_argument_group(
         "data sets", "a patch for every row; the same command goes on with a stopped run"
     )

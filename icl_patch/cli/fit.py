@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write the patch even if it is worse than none, or moves preserved texts",
     )
-    common.add_out(parser)
+    kind = common.writable(".safetensors")
+    common.add_out(parser, "file to write (.safetensors)", kind, "FILE")
 
 
 def run(options: argparse.Namespace) -> int:
     """Fit, report and save."""
     common.check_out(options)
-    import sys
-
     from icl_patch import static
 
     model, tokenizer = common.load(options)

@@ -2,12 +2,9 @@
 
 import argparse
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from icl_patch.cli import common
-
-if TYPE_CHECKING:
-    from icl_patch.patcher import ContextPatcher
 
 HELP = "generate with freshly patched weights at every token"
 # As in generation.loop, which imports torch.
@@ -48,14 +45,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generate."""
+    """Generate; the text is printed as it comes, or with ``--json`` there is a bar."""
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature")
     if options.patch is not None:
         return _with_patch(options)
     model, tokenizer = common.load(options)
+    from transformers import TextStreamer
+
+    from icl_patch.evaluation.loading import default_context, encode_inputs
+
+    prompt = common.prompt_text(options)
+    prompt = default_context(model) if prompt is None else prompt
+    ids, mask, _ = encode_inputs(model, tokenizer, prompt, options.chat, options.system)
+    mode, token_ids = "", []
+    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    bar: Any = common.progress_bar("generating") if options.json else nullcontext()
     with common.attach(options, model, tokenizer) as patcher:
-        mode, token_ids = _generate(options, patcher, tokenizer)
+        with common.stage("reading the context"):
+            coming = patcher.generate(
+                ids,
+                context_mask=mask,
+                max_new_tokens=options.max_new_tokens,
+                streamer=None if options.json else streamer,
+                mode=options.mode,
+                compile=options.compile,
+                **_sampling(options),
+            )
+        with bar as progress:
+            for step in coming:
+                mode = step.mode
+                token_ids.append(int(step.token_ids[0]))
+                if progress is not None:
+                    progress(len(token_ids), options.max_new_tokens)
     result: dict[str, Any] = {
         "model": str(model.config.name_or_path),
         "update": options.update,
@@ -63,44 +85,8 @@ def run(options: argparse.Namespace) -> int:
         "token_ids": token_ids,
         "text": tokenizer.decode(token_ids, skip_special_tokens=True),
     }
-    common.print_result(options, result)  # the text has been printed as it came
+    common.print_result(options, result)
     return 0
-
-
-def _generate(
-    options: argparse.Namespace, patcher: "ContextPatcher", tokenizer: Any
-) -> tuple[str, list[int]]:
-    """How the steps ran, and their tokens; the text is printed as it comes, or with ``--json``
-    there is a bar.
-    """
-    from transformers import TextStreamer
-
-    from icl_patch.evaluation.loading import default_context, encode_contexts
-
-    prompt, model = common.prompt_text(options), patcher.model
-    prompt = default_context(model) if prompt is None else prompt
-    ids, mask = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
-    arguments = _sampling(options)
-    if not options.json:
-        arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    with common.stage("reading the context"):
-        coming = patcher.generate(
-            ids.to(model.device),
-            context_mask=mask.to(model.device),
-            max_new_tokens=options.max_new_tokens,
-            mode=options.mode,
-            compile=options.compile,
-            **arguments,
-        )
-    mode, token_ids = "", []
-    bar: Any = common.progress_bar("generating") if options.json else nullcontext()
-    with bar as progress:
-        for step in coming:
-            mode = step.mode
-            token_ids.append(int(step.token_ids[0]))
-            if progress is not None:
-                progress(len(token_ids), options.max_new_tokens)
-    return mode, token_ids
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:

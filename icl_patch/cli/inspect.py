@@ -13,16 +13,12 @@ HELP = "read a patch file; with MODEL, check that it fits"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="local folder, hub id, or 'embedded': check that the patch fits it, and show it as"
-        " text (default: no check)",
+    meaning = (
+        "local folder, hub id, or 'embedded': check that the patch fits it, and show it as text"
+        " (default: no check)"
     )
-    common.add_revision_and_device(parser)
+    common.add_model(parser, meaning, of_patch=True)
     common.add_patch(parser, meaning="as icl-patch extract or fit writes it")
-    parser.set_defaults(seed=0, dtype=None)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,13 +45,13 @@ def run(options: argparse.Namespace) -> int:
     }
     title = "Size of the change, mean over tokens: ‖ΔW‖, ‖Δm‖"
     rows = [[layer, *sizes] for layer, sizes in enumerate(zip(*norms.values(), strict=True))]
-    shown: list[Any] = [
+    ids = {name: getattr(patch, name).tolist() for name in ("kept_ids", "prefix_ids")}
+    common.print_result(
+        options,
+        {**entries, **ids, "norms": norms},
         table(str(options.patch), ["entry", "value"], list(entries.items())),
         table(title, ["layer", *norms], rows),
-    ]
-    ids = {name: getattr(patch, name).tolist() for name in ("kept_ids", "prefix_ids")}
-    result = {**entries, **ids, "norms": norms}
-    common.print_result(options, result, *shown)
+    )
     return 0
 
 
@@ -70,14 +66,14 @@ def _static(options: argparse.Namespace, header: dict[str, Any]) -> int:
     norms = {path: float(change.dense().norm()) for path, change in patch.changes.items()}
     entries: dict[str, Any] = {"file": str(options.patch), "kind": "static", **vars(patch.info)}
     entries |= {"rank": patch.rank, "bytes": patch.nbytes}
-    report = None if patch.report is None else patch.report.to_json()
-    shown: list[Any] = [
+    report = patch.report
+    common.print_result(
+        options,
+        {**entries, "norms": norms, "report": None if report is None else report.to_json()},
         table(str(options.patch), ["entry", "value"], list(entries.items())),
         table("Size of the change", ["matrix", "‖ΔW‖"], list(norms.items())),
-    ]
-    result = {**entries, "norms": norms, "report": report}
-    shown += [] if patch.report is None else [str(patch.report)]
-    common.print_result(options, result, *shown)
+        *([] if report is None else [str(report)]),
+    )
     return 0
 
 

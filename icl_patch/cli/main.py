@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn, Protocol
+from types import ModuleType
+from typing import NoReturn
 
 from icl_patch._version import __version__
 from icl_patch.cli import (
@@ -37,18 +38,6 @@ from icl_patch.cli import (
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 
 COMMANDS = "icl_patch.commands"
-
-
-class Command(Protocol):
-    """The interface of a command's module."""
-
-    HELP: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments, apart from ``--json``, which all have."""
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Run the command; returns the exit status."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,17 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _commands() -> dict[str, Command]:
-    commands: dict[str, Command] = {
-        "demo": demo,
-        "verify": verify,
-        "generate": generate,
-        "extract": extract,
-        "inspect": inspect,
-        "replay": replay,
-        "report": report,
-        "fit": fit,
-        "apply": apply,
-        "export": export,
-    }
+def _commands() -> dict[str, ModuleType]:
+    own = (demo, verify, generate, extract, inspect, replay, report, fit, apply, export)
+    commands = {command.__name__.rpartition(".")[2]: command for command in own}
     return commands | {entry.name: entry.load() for entry in entry_points(group=COMMANDS)}

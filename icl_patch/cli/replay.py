@@ -17,9 +17,8 @@ HELP = "run the kept tokens of a patch file with their changed weights, without 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    common.add_model_of_patch(parser)
+    common.add_model(parser, of_patch=True)
     common.add_patch(parser, meaning="as icl-patch extract writes it")
-    parser.set_defaults(seed=0, dtype=None)
 
 
 def run(options: argparse.Namespace) -> int:

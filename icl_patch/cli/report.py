@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cut the context into about N groups of tokens, and leave out each in turn (default"
         " 64, at most 256)",
     )
-    common.add_out(parser, ".html")
+    common.add_out(parser, "file to write (.html)", common.writable(".html"), "FILE")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """``icl-patch verify``: is the patched model without a context the model with it?"""
 
 import argparse
-from pathlib import Path
 
 from icl_patch.cli import common
 
@@ -46,14 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     many.add_argument(
         "--batch-size", type=common.positive, metavar="N", help="rows at once (default 8)"
     )
-    many.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="write report.md, report.json and tasks.png there; it is made",
-    )
-    common.add_force(many)
-    parser.set_defaults(force=None)
+    meaning = "write report.md, report.json and tasks.png there; it is made"
+    common.add_out(many, meaning, metavar="FOLDER", required=False)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -66,7 +66,7 @@ def baseline(
         with running_in(arithmetic):
             logits.append(forward_passes.run_tail(model, sequences, cache)[:, -1])
         tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
-        ids, mask = extended(ids, mask, tokens[-1])
+        ids, mask = extended(ids, mask, tokens[-1][:, None])
     return BaselineRun(*context, torch.stack(logits, 1), torch.stack(tokens, 1))
 
 
@@ -77,20 +77,15 @@ def sequences_at(ids: Tensor, mask: Tensor, keep_last: int) -> Sequences:
 
 
 def extended(ids: Tensor, mask: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and their mask (B, S) with one more token a row, ``token_ids`` (B,)."""
-    return torch.cat([ids, token_ids.unsqueeze(1)], 1), torch.cat(
-        [mask, torch.ones_like(mask[:, :1])], 1
-    )
+    """Tokens and their mask (B, S) with further tokens (B, N)."""
+    return torch.cat([ids, token_ids], 1), torch.cat([mask, mask.new_ones(token_ids.shape)], 1)
 
 
 @torch.no_grad()
-def in_one_pass(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: Tensor, inputs: Mapping[str, Tensor]
-) -> Tensor:
-    """The logits (B, steps, V) of ``tokens`` (B, steps) in one pass over all tokens."""
-    for token_ids in tokens[:, :-1].unbind(1):
-        ids, mask = extended(ids, mask, token_ids)
-    further = over_columns(inputs, ids.shape[1])
+def in_one_pass(model: PreTrainedModel, run: BaselineRun) -> Tensor:
+    """The logits (B, steps, V) of a run's tokens in one pass over all tokens."""
+    ids, mask = extended(run.ids, run.mask, run.tokens[:, :-1])
+    further = over_columns(run.inputs, ids.shape[1])
     media = media_positions(model, ids, mask, further)
     counted = (mask.long().cumsum(1) - 1).clamp(min=0)
     return forward_passes.run(
@@ -100,6 +95,6 @@ def in_one_pass(
         counted if media is None else media.head,
         kv_cache.new_cache(model),
         longest=mask.sum(1).max(),
-        last_logits=tokens.shape[1],
+        last_logits=run.tokens.shape[1],
         **further,
     )

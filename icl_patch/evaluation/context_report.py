@@ -8,7 +8,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,7 @@ class ContextReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON types."""
-        return {
-            **vars(self),
-            "verified": self.verified.to_dict(),
-            "sizes": vars(self.sizes),
-            "groups": [vars(group) for group in self.groups],
-            "passed": self.passed,
-        }
+        return {**asdict(self), "verified": self.verified.to_dict(), "passed": self.passed}
 
 
 def context_report(
@@ -122,8 +116,8 @@ def context_report(
     max_new_tokens: int = 24,
     groups: int = 64,
     name: str | None = None,
-    on_plan: Callable[[str], None] | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    on_plan: Callable[[str], None] = lambda cost: None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> ContextReport:
     """Measure what a context does to a model's weights.
 
@@ -155,20 +149,28 @@ def context_report(
         started = time.perf_counter()
         patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1))
         seconds = time.perf_counter() - started
-        cut = _cut(tokenizer, context_ids[0].tolist(), groups)
-        if on_plan is not None:
-            on_plan(_cost(cut, context_ids.shape[1] + question_ids.shape[1], seconds))
-        changed = _changes(patcher, context_ids, question_ids, cut, progress)
+        specials = set(tokenizer.all_special_ids)
+        spans, left_out = _cut(context_ids[0].tolist(), specials, groups)
+        on_plan(_cost(left_out, ids.shape[1], seconds))
+        changes = attribution(
+            patcher,
+            context_ids,
+            question_ids,
+            left_out,
+            batch_size=_BATCH,
+            progress=lambda *done: progress("leaving out", *done),
+        )
     verified = verify(
         model,
         tokenizer,
         context={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         max_new_tokens=answer.shape[1],
         update=update,
-        progress=None if progress is None else lambda *done: progress("verifying", *done),
+        progress=lambda *done: progress("verifying", *done),
         name=name,
     )
     decode: Any = tokenizer.decode
+    measured = dict(zip(left_out, changes, strict=True))
     return ContextReport(
         context=decode(context_ids[0]),
         question=decode(question_ids[0]),
@@ -176,36 +178,33 @@ def context_report(
         verified=verified,
         tokens=[decode([step.token_id]) for step in verified.steps],
         sizes=_sizes(patch, [decode([token]) for token in patch.kept_ids[0].tolist()]),
-        groups=changed,
+        groups=[
+            _group(decode(context_ids[0, start:stop]), start, stop, measured.get((start, stop)))
+            for start, stop in spans
+        ],
     )
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, ids: list[int], most: int) -> list[Group]:
-    """The context in about ``most`` groups; special tokens are groups of their own."""
-    special = set(tokenizer.all_special_ids)
+def _cut(
+    ids: list[int], special: set[int], most: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The context in about ``most`` spans (start, stop); special tokens are spans of their own. And
+    the spans without those.
+    """
     size = max(1, math.ceil(sum(token not in special for token in ids) / most))
     cuts = [0]
     for place in range(1, len(ids)):
         edge = (ids[place] in special) != (ids[place - 1] in special)
-        # a group that is cut off by a special token is full
+        # a span that is cut off by a special token is full
         if edge or (ids[place] not in special and place - cuts[-1] == size):
             cuts.append(place)
-    stops = [*cuts[1:], len(ids)]
-    return [
-        Group(
-            str(tokenizer.decode(ids[start:stop])),
-            start,
-            stop,
-            change=None if ids[start] in special else math.nan,
-        )
-        for start, stop in zip(cuts, stops, strict=True)
-    ]
+    spans = list(zip(cuts, [*cuts[1:], len(ids)], strict=True))
+    return spans, [span for span in spans if ids[span[0]] not in special]
 
 
-def _cost(groups: list[Group], tokens: int, seconds: float) -> str:
-    """What leaving the groups out costs, in words."""
-    left_out = [group for group in groups if group.change is not None]
-    longest = max((group.stop - group.start for group in left_out), default=0)
+def _cost(left_out: list[tuple[int, int]], tokens: int, seconds: float) -> str:
+    """What leaving the spans out costs, in words."""
+    longest = max((stop - start for start, stop in left_out), default=0)
     return (
         f"leaving out the context's tokens in turn, up to {longest} at a time: {len(left_out)}"
         f" patches of up to {tokens} tokens, {_BATCH} at once; about"
@@ -213,35 +212,12 @@ def _cost(groups: list[Group], tokens: int, seconds: float) -> str:
     )
 
 
-def _changes(
-    patcher: ContextPatcher,
-    context_ids: Tensor,
-    kept_ids: Tensor,
-    groups: list[Group],
-    progress: Callable[[str, int, int], None] | None,
-) -> list[Group]:
-    """The groups with how much the patch of the question changes without each."""
-    left_out = [group for group in groups if group.change is not None]
-    changes = attribution(
-        patcher,
-        context_ids,
-        kept_ids,
-        [(group.start, group.stop) for group in left_out],
-        batch_size=_BATCH,
-        progress=None if progress is None else lambda *done: progress("leaving out", *done),
-    )
-    rows = iter(changes)
-    measured = []
-    for group in groups:
-        if group.change is None:
-            measured.append(group)
-            continue
-        row = next(rows)
-        block = int(row.argmax())
-        measured.append(
-            Group(group.text, group.start, group.stop, float(row.mean()), block, float(row[block]))
-        )
-    return measured
+def _group(text: str, start: int, stop: int, changes: Tensor | None) -> Group:
+    """A group with its changes of the blocks, if there are any."""
+    if changes is None:
+        return Group(text, start, stop)
+    block = int(changes.argmax())
+    return Group(text, start, stop, float(changes.mean()), block, float(changes[block]))
 
 
 def _sizes(patch: ContextPatch, tokens: list[str]) -> Sizes:
@@ -275,12 +251,7 @@ def to_html(result: ContextReport) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
-        "number": _number,
-        "label": _label,
-        "shortened": _shortened,
-        "sha256": _sha256,
-    }
+    environment.filters |= {"number": _number, "label": _label, "sha256": _sha256}
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         report=result,
@@ -310,15 +281,8 @@ def _number(value: Any) -> str:
 
 def _label(text: str, most: int = 12) -> str:
     """A token in a table or a picture."""
-    return _shortened(report.visible_text(text), most)
-
-
-def _shortened(text: str, most: int) -> str:
-    """A text of at most ``most`` characters, its middle left out."""
-    if len(text) <= most:
-        return text
-    half = (most - 1) // 2
-    return f"{text[: most - 1 - half]}…{text[len(text) - half :]}"
+    shown = report.visible_text(text)
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
 def _shades(groups: list[Group]) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from icl_patch.evaluation import report
-from icl_patch.evaluation.verify_dataset import DatasetReport, Interval, TaskReport
+from icl_patch.evaluation.verify_dataset import DatasetReport, Interval
 
 _PANELS = (
     ("share of the same tokens", "match", None),
@@ -15,7 +14,7 @@ _PANELS = (
 )
 
 
-def table(result: DatasetReport) -> Table:
+def table(result: DatasetReport) -> report.ReportTable:
     """A row for each task, and one for all."""
     records = [
         {
@@ -31,13 +30,13 @@ def table(result: DatasetReport) -> Table:
             "TVD, 95 %": _errors(task.tvd_interval),
             "TVD max": task.tvd_max,
         }
-        for task in _tasks(result)
+        for task in [*result.tasks, result.total]
     ]
     title = (
         f"{result.model}, {result.update}, {result.dtype}: {result.max_new_tokens} tokens a row;"
         " L∞ and TVD are medians of the rows' largest errors"
     )
-    return report.table(title, list(records[0]), [list(record.values()) for record in records])
+    return report.table_of(title, records)
 
 
 def verdict_lines(result: DatasetReport) -> list[str]:
@@ -46,10 +45,9 @@ def verdict_lines(result: DatasetReport) -> list[str]:
         f"{name} {report.format_floor(result.noise_floor[key])}"
         for name, key in (("L∞", "linf_max"), ("TVD", "tvd_max"))
     )
-    kept = "yes" if result.passed else "no"
     lines = [
         f"noise of the unmodified model: {floor}",
-        f"promise kept: {kept if result.promises else 'there is none for this dtype'}",
+        report.promise_line(result),
     ]
     if result.rejected:
         lines.append(f"rows that could not be verified: {result.rejected}, the first of them:")
@@ -63,7 +61,7 @@ def write(result: DatasetReport, folder: Path) -> None:
     report.write_json(folder / "report.json", result.to_dict())
     draw(result, folder / "tasks.png")
     lines = "".join(f"- {line}\n" for line in verdict_lines(result))
-    text = f"{report.to_markdown([table(result)])}\n{lines}\n![by task](tasks.png)\n"
+    text = f"{report.to_markdown(table(result))}\n{lines}\n![by task](tasks.png)\n"
     (folder / "report.md").write_text(text, encoding="utf-8")
 
 
@@ -74,7 +72,7 @@ def draw(result: DatasetReport, path: Path) -> None:
     Args:
         path: a file name ending in .png, .svg or .pdf.
     """
-    tasks = _tasks(result)[::-1]  # the first on top
+    tasks = [*result.tasks, result.total][::-1]  # the first on top
     places = range(len(tasks))
     figure = Figure(figsize=(11, 1.6 + 0.35 * len(tasks)), layout="constrained")
     for axis, (label, name, largest) in zip(figure.subplots(1, 3), _PANELS, strict=True):
@@ -96,11 +94,6 @@ def draw(result: DatasetReport, path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.suptitle(f"{result.model}, {result.update}, {result.dtype}")
     figure.savefig(path, dpi=150)
-
-
-def _tasks(result: DatasetReport) -> list[TaskReport]:
-    """The tasks, and all of them together."""
-    return [*result.tasks, result.total]
 
 
 def _shares(interval: Interval) -> str:

@@ -2,24 +2,16 @@
 on any other.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.evaluation import embedded
 from icl_patch.evaluation.embedded import Prompt
-from icl_patch.evaluation.embedded.scoring import (
-    LONGEST_ANSWER,
-    answers,
-    decode_answers,
-)
-from icl_patch.evaluation.loading import encode_contexts
+from icl_patch.evaluation.loading import left_padded
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.prompts import make_prompt, split_ids
@@ -39,43 +31,33 @@ CHATS = (
     ("Your name is Pip. You are a robot who waters plants.", "Who are you?"),
 )
 """System messages, and a user's question, for models with a chat template."""
-_CHAT_TOKENS = 24  # of an answer in a chat
-_PLAIN: Any = {"skip_special_tokens": True}
+_ANSWER_TOKENS = 24  # as many as the longest answer of the embedded model's tasks
 
 
-@dataclass(frozen=True)
-class Answers:
-    """One held-out prompt and the three answers to it."""
-
-    prompt: Prompt
-    with_context: str
-    without: str
-    patched: str
-
-    def texts(self) -> dict[str, str]:
-        """The three answers by name."""
-        return {"with_context": self.with_context, "without": self.without, "patched": self.patched}
+def held_out(count: int) -> list[Prompt]:
+    """``count`` prompts that the embedded model was not trained on, as many of each kind."""
+    per_kind = -(-count // len(embedded.KINDS))
+    every = [embedded.held_out_prompts(kind, per_kind) for kind in embedded.KINDS]
+    return [prompt for prompts in every for prompt in prompts][:count]
 
 
-@torch.no_grad()
-def patched_answers(
-    patcher: ContextPatcher, tokenizer: PreTrainedTokenizerBase, texts: list[str]
-) -> list[str]:
-    """Greedy answers in which every token comes from a replay on the current token alone."""
-    ids, mask = (x.to(input_device(patcher.model)) for x in encode_contexts(tokenizer, texts))
-    return decode_answers(tokenizer, _patched_ids(patcher, ids, mask, LONGEST_ANSWER))
-
-
-def _patched_ids(patcher: ContextPatcher, ids: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
-    """Greedy tokens (B, N) by steps of two passes, each replayed: where the replay of its patch on
-    the current token alone prefers another token than the step, this token.
+def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """:data:`FEW_SHOT`, and :data:`CHATS` if the tokenizer has a chat template that takes a system
+    message: this is the context.
     """
-    greedy: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    tokens = []
-    for step in patcher.generate(ids, context_mask=mask, mode="two_pass", **greedy):
-        replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1].argmax(-1)
-        tokens.append(torch.where(replayed == step.logits.argmax(-1), step.token_ids, replayed))
-    return torch.stack(tokens, 1)
+    few_shot = [Prompt("few-shot", *texts, "") for texts in FEW_SHOT]
+    chats = [Prompt("chat", *texts, "") for texts in CHATS]
+    try:
+        encoded(tokenizer, chats[0])
+    except ValueError:  # no template, or none with a system message
+        return few_shot
+    return few_shot + chats
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Tensor, Tensor]:
+    """The tokens of a prompt's context (1, C) and of its question (1, T)."""
+    place: Any = {"system" if prompt.kind == "chat" else "context": prompt.context}
+    return split_ids(tokenizer, make_prompt(tokenizer, prompt.question, **place))
 
 
 @torch.no_grad()
@@ -83,91 +65,57 @@ def three_continuations(
     patcher: ContextPatcher, ids: Tensor, without_ids: Tensor, max_new_tokens: int
 ) -> dict[str, Tensor]:
     """Greedy tokens (1, N) after a prompt with its context, after one without it, and of the
-    patched model: the fields of :class:`Answers` by name.
+    patched model: ``with_context``, ``without`` and ``patched``.
+
+    The patched model takes steps of two passes, each replayed: where the replay on the current
+    token alone prefers another token than the step, this token counts.
 
     ids: (1, C + T) int64. without_ids: (1, T').
     """
+    greedy: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
     def generated(prompt: Tensor) -> Tensor:
         generate: Any = patcher.model.generate
-        options: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
-        mask = torch.ones_like(prompt)
-        return generate(prompt, attention_mask=mask, **options)[:, prompt.shape[1] :]
+        out = generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
+        return out[:, prompt.shape[1] :]
 
-    mask = torch.ones_like(ids, dtype=torch.bool)
+    patched = []
+    for step in patcher.generate(ids, mode="two_pass", **greedy):
+        replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1].argmax(-1)
+        patched.append(torch.where(replayed == step.logits.argmax(-1), step.token_ids, replayed))
     return {
         "with_context": generated(ids),
         "without": generated(without_ids),
-        "patched": _patched_ids(patcher, ids, mask, max_new_tokens),
+        "patched": torch.stack(patched, 1),
     }
 
 
-def three_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int
-) -> list[Answers]:
-    """The answers to ``prompts_per_kind`` held-out prompts of every kind; the patch is exact."""
-    groups = [embedded.held_out_prompts(kind, prompts_per_kind) for kind in embedded.KINDS]
-    texts = [[prompt.context + prompt.question for prompt in group] for group in groups]
-    with_context = [answers(model, tokenizer, of_kind) for of_kind in texts]
-    without = [answers(model, tokenizer, [prompt.question for prompt in each]) for each in groups]
-    with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
-        patched = [patched_answers(patcher, tokenizer, of_kind) for of_kind in texts]
-    return [
-        Answers(*row)
-        for of_kind in zip(groups, with_context, without, patched, strict=True)
-        for row in zip(*of_kind, strict=True)
-    ]
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A prompt, and its tokens: (1, C) of the context and (1, T) of the question."""
-
-    prompt: Prompt
-    context_ids: Tensor
-    question_ids: Tensor
-
-    @property
-    def ids(self) -> Tensor:
-        """(1, C + T)."""
-        return torch.cat([self.context_ids, self.question_ids], 1)
-
-
-def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """:data:`FEW_SHOT`, and :data:`CHATS` if the tokenizer has a chat template that takes a system
-    message: this is the context.
-    """
-    found = []
-    for context, question in FEW_SHOT:
-        ids = split_ids(tokenizer, make_prompt(tokenizer, question, context=context))
-        found.append(Encoded(Prompt("few-shot", context, question, ""), *ids))
-    for system, question in CHATS:
-        try:
-            chat = make_prompt(tokenizer, question, system=system)
-        except ValueError:  # no template, or none with a system message
-            break
-        ids = split_ids(tokenizer, chat)
-        found.append(Encoded(Prompt("chat", system, question, ""), *ids))
-    return found
-
-
-@torch.no_grad()
 def answer_each(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Encoded]
-) -> list[Answers]:
-    """The three answers to each prompt, one at a time; the patch is exact."""
-
-    def decoded(prompt: Prompt, ids: Tensor) -> str:
-        text = decode_answers(tokenizer, ids)[0]  # its first line
-        return text if prompt.kind == "few-shot" else str(tokenizer.decode(ids[0], **_PLAIN))
-
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+) -> list[dict[str, str]]:
+    """The prompts with the three answers to each, one at a time; the patch is exact. An answer is
+    its first line, in a chat all of it.
+    """
     rows = []
+    decode: Any = tokenizer.decode
     with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
-        for one in prompts:
-            ids, question_ids = (x.to(input_device(model)) for x in (one.ids, one.question_ids))
-            found = three_continuations(patcher, ids, question_ids, _CHAT_TOKENS)
-            texts = {name: decoded(one.prompt, answer) for name, answer in found.items()}
-            rows.append(Answers(one.prompt, **texts))
+        for prompt in prompts:
+            chat = prompt.kind == "chat"
+            context_ids, question_ids = (
+                x.to(input_device(model)) for x in encoded(tokenizer, prompt)
+            )
+            alone = tokenizer(prompt.question, return_tensors="pt").input_ids.to(
+                input_device(model)
+            )
+            ids, without = (
+                torch.cat([context_ids, question_ids], 1),
+                question_ids if chat else alone,
+            )
+            found = three_continuations(patcher, ids, without, _ANSWER_TOKENS)
+            texts = {key: decode(x[0], skip_special_tokens=True) for key, x in found.items()}
+            if not chat:
+                texts = {key: text.split("\n", 1)[0] for key, text in texts.items()}
+            rows.append({**vars(prompt), **texts})
     return rows
 
 
@@ -189,40 +137,19 @@ def up_to_the_end(
 
 
 def verify_grid(
-    context: list[str] | dict[str, Tensor],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
     max_new_tokens: int,
-    progress: Callable[[int, int], None] | None = None,
-    model: PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[VerifyReport]:
-    """Verify a model, by default the embedded one, for every update and dtype."""
+    """Verify prompts together, for every update and dtype."""
+    rows = [torch.cat(encoded(tokenizer, prompt), 1)[0] for prompt in prompts]
+    context = left_padded(rows, tokenizer)
     grid = [(dtype, update) for dtype in DTYPES for update in UPDATES]
     reports = []
     for done, (dtype, update) in enumerate(grid, 1):
         options: Any = {"max_new_tokens": max_new_tokens, "update": update, "dtype": dtype}
         reports.append(verify(model, tokenizer, context=context, **options))
-        if progress is not None:
-            progress(done, len(grid))
+        progress(done, len(grid))
     return reports
-
-
-def first_of_each_kind(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[Encoded]
-) -> dict[str, Tensor]:
-    """A batch of the first prompt of each kind, with its mask."""
-    first = {one.prompt.kind: one for one in reversed(prompts)}
-    rows = [one.ids[0] for one in first.values()]
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    return {
-        "input_ids": pad(rows, padding_value=tokenizer.pad_token_id or 0),
-        "attention_mask": pad([torch.ones_like(row) for row in rows]),
-    }
-
-
-def held_out_texts(count: int) -> list[str]:
-    """Held-out prompts of the embedded model, as many of each kind."""
-    per_kind = -(-count // len(embedded.KINDS))
-    chosen = [
-        prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, per_kind)
-    ]
-    return [prompt.context + prompt.question for prompt in chosen[:count]]

@@ -4,7 +4,7 @@ be identical to.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,30 +65,18 @@ class ExactSteps:
         """Whether all steps are bit-identical, with reader errors and corrections of at most
         ``rounding``; also if nothing was measured.
         """
-        if self.reason is not None:
-            return True
-        assert self.reader_error_max is not None and self.correction_max is not None
-        return (
-            self.bit_identical == 1.0
-            and self.reader_error_max <= rounding
-            and self.correction_max <= rounding
-        )
+        sizes = (self.reader_error_max, self.correction_max)
+        small = all(size is not None and size <= rounding for size in sizes)
+        return self.reason is not None or (self.bit_identical == 1.0 and small)
 
 
-@dataclass(frozen=True, eq=False)
-class Replays:
-    """Exact steps and their replays: each replay's logits (B, V), each patch's report, and the
-    number of tokens that needed one more pass.
-    """
-
-    logits: list[Tensor] = field(default_factory=list)
-    reports: list[PatchReport] = field(default_factory=list)
-    tokens_taken_twice: int = 0
+Replay = tuple[Tensor, PatchReport, int]
+"""A step's replayed logits (B, V), its patch's report and number of passes."""
 
 
 def one_pass_replays(
     plans: StepPlans, run: BaselineRun, on_step: Callable[[int], None]
-) -> Replays | str:
+) -> list[Replay] | str:
     """The steps of ``generate`` in one pass along the tokens of a run, or why there are none.
 
     on_step: called with the number of each step.
@@ -104,52 +92,53 @@ def one_pass_replays(
     further: dict[str, Any] = dict(run.inputs)
     media = media_positions(attached.model, run.ids, run.mask, further)
     state = prefill(attached, plan, run.ids, run.mask, width + steps, media=media, **further)
-    replays, again = Replays(), 0
+    replays = []
     for number, token_ids in enumerate(torch.cat([run.ids[:, -1:], run.tokens], 1).T[:-1]):
         patch = decode_one_token(state, token_ids).make_patch()
-        again += len(token_ids) if patch.passes > 1 else 0
         assert patch.report is not None
-        replays.reports.append(patch.report)
-        replays.logits.append(attached.replay_logits(patch)[:, -1])
+        replays.append((attached.replay_logits(patch)[:, -1], patch.report, patch.passes))
         on_step(number + 1)
-    return replace(replays, tokens_taken_twice=again)
+    return replays
 
 
 def in_both_arithmetics(
-    model: PreTrainedModel, run: BaselineRun, two_passes: Replays, one_pass: Replays | str
+    model: PreTrainedModel,
+    run: BaselineRun,
+    two_passes: list[Replay],
+    one_pass: list[Replay] | str,
 ) -> list[ExactSteps]:
     """Compare the replays in each arithmetic with their reference, the unmodified model and the
     model in fp32.
     """
     fp32 = _fp32_logits(model, run)
-    steps = [_measured(MODEL, two_passes, run.logits, run, fp32)]
-    if isinstance(one_pass, str):
-        return [*steps, ExactSteps(BATCH_INVARIANT, REFERENCES[BATCH_INVARIANT], one_pass)]
-    reference = baseline(
-        model, run.ids, run.mask, run.tokens.shape[1], 0, run.inputs, run.tokens, BATCH_INVARIANT
-    ).logits
-    return [*steps, _measured(BATCH_INVARIANT, one_pass, reference, run, fp32)]
 
+    def measured(arithmetic: str, replays: list[Replay] | str) -> ExactSteps:
+        if isinstance(replays, str):
+            return ExactSteps(arithmetic, REFERENCES[arithmetic], replays)
+        every, reports, passes = zip(*replays, strict=True)
+        reference, taken_twice = run.logits, 0
+        if arithmetic == BATCH_INVARIANT:
+            inputs = run.ids, run.mask, len(replays), 0, run.inputs, run.tokens
+            reference = baseline(model, *inputs, arithmetic).logits
+            taken_twice = len(run.ids) * sum(count > 1 for count in passes)
+        logits = torch.stack(every, 1)
+        # torch's maximum, unlike Python's, keeps NaN
+        errors = torch.stack([report.reader_error.max() for report in reports])
+        corrections = torch.stack([report.correction.max() for report in reports])
+        return ExactSteps(
+            arithmetic,
+            REFERENCES[arithmetic],
+            bit_identical=float(metrics.bit_identical(logits, reference).double().mean()),
+            token_match=float(metrics.same_argmax(logits, run.logits).double().mean()),
+            linf_max=float(metrics.linf(logits, run.logits).max()),
+            linf_max_fp32=None if fp32 is None else float(metrics.linf(logits, fp32).max()),
+            reader_error_max=float(errors.max()),
+            correction_max=float(corrections.max()),
+            misses=sum(int(report.misses.sum()) for report in reports),
+            tokens_taken_twice=taken_twice,
+        )
 
-def _measured(
-    arithmetic: str, replays: Replays, reference: Tensor, run: BaselineRun, fp32: Tensor | None
-) -> ExactSteps:
-    logits = torch.stack(replays.logits, 1)
-    # torch's maximum, unlike Python's, keeps NaN
-    errors = torch.stack([report.reader_error.max() for report in replays.reports])
-    corrections = torch.stack([report.correction.max() for report in replays.reports])
-    return ExactSteps(
-        arithmetic,
-        REFERENCES[arithmetic],
-        bit_identical=float(metrics.bit_identical(logits, reference).double().mean()),
-        token_match=float(metrics.same_argmax(logits, run.logits).double().mean()),
-        linf_max=float(metrics.linf(logits, run.logits).max()),
-        linf_max_fp32=None if fp32 is None else float(metrics.linf(logits, fp32).max()),
-        reader_error_max=float(errors.max()),
-        correction_max=float(corrections.max()),
-        misses=sum(int(report.misses.sum()) for report in replays.reports),
-        tokens_taken_twice=replays.tokens_taken_twice,
-    )
+    return [measured(MODEL, two_passes), measured(BATCH_INVARIANT, one_pass)]
 
 
 def _fp32_logits(model: PreTrainedModel, run: BaselineRun) -> Tensor | None:
@@ -165,4 +154,4 @@ def _fp32_logits(model: PreTrainedModel, run: BaselineRun) -> Tensor | None:
         return None
     wide: Any = copy.deepcopy(model)
     inputs = {name: x.float() if x.is_floating_point() else x for name, x in run.inputs.items()}
-    return in_one_pass(wide.float(), run.ids, run.mask, run.tokens, inputs)
+    return in_one_pass(wide.float(), replace(run, inputs=inputs))

@@ -53,13 +53,10 @@ def load_model(
         loaded, its_tokenizer = embedded.load(dtype or torch.float32, device or "cpu")
         return loaded, tokenizer or its_tokenizer
     if isinstance(model, (str, Path)):
+        revision = revision or "main"
         _check_loadable(model, revision)
+        options: Any = {"dtype": dtype or "auto", "revision": revision, "output_loading_info": True}
         try:
-            options: Any = {
-                "dtype": dtype or "auto",
-                "revision": revision or "main",
-                "output_loading_info": True,
-            }
             pretrained: Any = AutoModelForCausalLM.from_pretrained(model, **options)
         except (SafetensorError, RuntimeError) as error:
             raise OSError(f"expected whole weights in {model}, got {error}") from error
@@ -68,11 +65,8 @@ def load_model(
             raise OSError(
                 f"expected all weights in {model}, {len(missing)} are missing, as {missing[0]}"
             )
-        if device is not None:
-            loaded = loaded.to(device)
-        return loaded.eval(), tokenizer or AutoTokenizer.from_pretrained(
-            model, revision=revision or "main"
-        )
+        loaded = loaded.to(device or loaded.device).eval()
+        return loaded, tokenizer or AutoTokenizer.from_pretrained(model, revision=revision)
     if tokenizer is None:
         raise ValueError("expected a tokenizer together with a model object, got none")
     device, dtype = torch.device(device or model.device), dtype or model.dtype
@@ -82,7 +76,7 @@ def load_model(
     return copied.to(device, dtype), tokenizer
 
 
-def _check_loadable(model: str | Path, revision: str | None) -> None:
+def _check_loadable(model: str | Path, revision: str) -> None:
     """Check that there is something, and that its configuration is a causal language model's."""
     path = Path(model)
     if not path.exists() and (path.is_absolute() or str(model).startswith((".", "~"))):
@@ -93,7 +87,7 @@ def _check_loadable(model: str | Path, revision: str | None) -> None:
             " (save_pretrained writes one)"
         )
     try:
-        config: Any = AutoConfig.from_pretrained(model, revision=revision or "main")
+        config: Any = AutoConfig.from_pretrained(model, revision=revision)
     except OSError as error:
         raise OSError(
             f"expected a folder with a model, or a hub id, got {model}: there is no such folder"
@@ -136,9 +130,19 @@ def encode_contexts(
     ]
     if not rows or not all(map(len, rows)):
         raise ValueError("expected contexts of at least one token, got an empty one")
+    inputs = left_padded(rows, tokenizer)
+    return inputs["input_ids"], inputs["attention_mask"].bool()
+
+
+def left_padded(rows: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+    """Rows of ids (T,) as ``input_ids`` and ``attention_mask``, (B, max T) int64; a tokenizer need
+    not have a token for padding.
+    """
     pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = pad(rows, padding_value=tokenizer.pad_token_id or 0)
-    return ids, pad([torch.ones_like(row, dtype=torch.bool) for row in rows])
+    return {
+        "input_ids": pad(list(rows), padding_value=tokenizer.pad_token_id or 0),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
+    }
 
 
 def default_context(model: PreTrainedModel) -> str:

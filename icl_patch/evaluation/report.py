@@ -1,20 +1,19 @@
 """Reports as tables on a terminal, as Markdown and as JSON."""
 
-import copy
 import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import MARKDOWN
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.verify import VerifyReport, has_promise
+from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.invariance.arithmetic import MODEL
 
 # The block's last operation, by its writer.
@@ -26,50 +25,53 @@ _ENDS = {
 }
 
 
-class ReportTable(Table):
-    """A table that a terminal too narrow for it gets with rows and columns exchanged, if it then
-    needs less width.
+@dataclass(frozen=True)
+class ReportTable:
+    """A table of texts. A terminal too narrow for it gets it with rows and columns exchanged, if it
+    then needs less width.
     """
 
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+    @property
+    def note(self) -> str | None:
+        """Stands below the table."""
+        return FLOOR_NOTE if any("0 here" in row for row in self.rows) else None
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = self._needed(console, options)
-        if needed > options.max_width:
-            exchanged = self._exchanged()
-            if exchanged._needed(console, options) < needed:
-                return Table.__rich_console__(exchanged, console, options)
-        return super().__rich_console__(console, options)
-
-    def _needed(self, console: Console, options: ConsoleOptions) -> int:
-        """The width in which no word is broken."""
+        upright = self._drawn(self.columns, [list(map(Text, row)) for row in self.rows])
+        named = [
+            [Text(name, "bold"), *map(Text, cells)]
+            for name, *cells in zip(self.columns, *self.rows, strict=True)
+        ]
+        exchanged = self._drawn([""] * (1 + len(self.rows)), named, show_header=False)
+        # in which no word is broken
         wide = options.update(max_width=10_000)
-        return Table.__rich_measure__(self, console, wide).minimum
+        width, other = (console.measure(x, options=wide).minimum for x in (upright, exchanged))
+        yield exchanged if other < width > options.max_width else upright
 
-    def _exchanged(self) -> "ReportTable":
-        result = _empty(self.title, self.caption)
-        for number in range(self.row_count + 1):
-            result.add_column("", overflow="fold", style="bold" if number == 0 else "")
-        for column in self.columns:
-            result.add_row(column.header, *column.cells)
-        result.show_header = False
-        return result
-
-
-def _empty(title: Any, caption: Any) -> ReportTable:
-    style: Any = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
-    return ReportTable(title=title, caption=caption, **style)
+    def _drawn(self, columns: list[str], rows: list[list[Text]], **options: Any) -> Table:
+        options |= {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
+        drawn = Table(title=Text(self.title), caption=self.note, **options)
+        for column in columns:
+            drawn.add_column(column, overflow="fold")
+        for row in rows:
+            drawn.add_row(*row)
+        return drawn
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> ReportTable:
-    """A table for a terminal, its values formatted by :func:`format_value`. Square brackets in them
-    are no markup: a token may be ``[/INST]``.
+    """A table of values, formatted by :func:`format_value`. Square brackets in them are no markup:
+    a token may be ``[/INST]``.
     """
-    rows = [[format_value(value) for value in row] for row in rows]
-    result = _empty(Text(title), FLOOR_NOTE if any("0 here" in row for row in rows) else None)
-    for column in columns:
-        result.add_column(column, overflow="fold")
-    for row in rows:
-        result.add_row(*map(Text, row))
-    return result
+    return ReportTable(title, list(columns), [list(map(format_value, row)) for row in rows])
+
+
+def table_of(title: str, records: Sequence[dict[str, Any]]) -> ReportTable:
+    """A table with a row for each record and a column for each key."""
+    return table(title, list(records[0]), [list(record.values()) for record in records])
 
 
 def format_value(value: Any) -> str:
@@ -99,9 +101,9 @@ LEGEND = {
 """What columns of :func:`verify_tables` mean."""
 
 
-def legend(tables: Sequence[Table]) -> str:
+def legend(tables: Sequence[ReportTable]) -> str:
     """The entries of :data:`LEGEND` for the columns of tables, as a list of Markdown."""
-    columns = {str(column.header) for table in tables for column in table.columns}
+    columns = {column for table in tables for column in table.columns}
     entries = [f"- {name}: {meaning}" for name, meaning in LEGEND.items() if name in columns]
     return "\n".join(textwrap.fill(entry, 80, subsequent_indent="  ") for entry in entries)
 
@@ -148,9 +150,14 @@ def verdict_lines(report: VerifyReport) -> str:
             else:
                 count = _count(steps.bit_identical, len(report.steps))
                 lines.append(f"identical: {count}, in {passes}, to {steps.reference}")
-    kept = "yes" if report.passed else "no"
-    lines.append(f"promise kept: {kept if _promises(report) else 'there is none for this dtype'}")
+    lines.append(promise_line(report))
     return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in lines)
+
+
+def promise_line(report: Any) -> str:
+    """Whether a report's update keeps its promise, if it has one."""
+    kept = format_value(report.passed)
+    return f"promise kept: {kept if report.promises else 'there is none for this dtype'}"
 
 
 def _count(share: float, tokens: int) -> str:
@@ -158,12 +165,7 @@ def _count(share: float, tokens: int) -> str:
     return f"{'yes' if share == 1 else 'no'}, {round(share * tokens)} of {tokens} tokens"
 
 
-def _promises(report: VerifyReport) -> bool:
-    """Whether the update promises anything in this dtype."""
-    return has_promise(report.update, report.dtype)
-
-
-def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
+def verify_tables(reports: Sequence[VerifyReport]) -> list[ReportTable]:
     """A table of verify reports, one row each; and one of exact updates in each arithmetic, if
     there are exact updates.
     """
@@ -183,16 +185,11 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
                 "floor TVD": format_floor(report.noise_floor["tvd_max"]),
                 "reader error": report.reader_error_max,
                 "correction": report.correction_max if exact else None,
-                "promise kept": report.passed if _promises(report) else "no promise",
+                "promise kept": report.passed if report.promises else "no promise",
             }
         )
-    tables = [_table_of("Replay without context against the model with it", records)]
-    return tables + [_exact_table(reports)] * any(report.arithmetics for report in reports)
-
-
-def _exact_table(reports: Sequence[VerifyReport]) -> Table:
-    """The steps of exact updates in each arithmetic, beside the run that they are identical to."""
-    records = [
+    tables = [table_of("Replay without context against the model with it", records)]
+    exact_records = [
         {
             "dtype": report.dtype,
             "arithmetic": steps.arithmetic,
@@ -212,13 +209,7 @@ def _exact_table(reports: Sequence[VerifyReport]) -> Table:
         for steps in report.arithmetics
     ]
     title = "Exact steps by arithmetic; token match and L∞ max are against the unmodified model"
-    return _table_of(title, records)
-
-
-def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:
-    """A table with a row for each record and a column for each key."""
-    columns = list(records[0]) if records else []
-    return table(title, columns, [list(record.values()) for record in records])
+    return [*tables, table_of(title, exact_records)] if exact_records else tables
 
 
 def support_markdown() -> str:
@@ -233,18 +224,11 @@ def support_markdown() -> str:
     return "\n".join(rows)
 
 
-def to_markdown(tables: Sequence[Table]) -> str:
-    """Tables as Markdown, under their titles."""
-    console = Console(width=400, no_color=True, highlight=False)
-    parts = []
-    for table in map(copy.copy, tables):
-        title, note = table.title, table.caption
-        table.title, table.caption, table.box = None, None, MARKDOWN
-        with console.capture() as capture:
-            console.print(table)
-        lines = [line.strip() for line in capture.get().splitlines() if line.strip()]
-        parts.append(f"## {title}\n\n" + "\n".join(lines) + (f"\n\n{note}\n" if note else "\n"))
-    return "\n".join(parts)
+def to_markdown(table: ReportTable) -> str:
+    """A table as Markdown, under its title."""
+    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
+    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"## {table.title}\n\n{lines}" + (f"\n{table.note}\n" if table.note else "")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -129,13 +129,9 @@ def randomise(model: nn.Module) -> None:
             or parameter.dim() == 2
             or any(part in name for part in ("proj", "_linear"))
         ):
-            nn.init.normal_(parameter, 0, _fan_in(parameter) ** -0.5)
+            nn.init.normal_(parameter, 0, min(parameter.shape[-2:]) ** -0.5)
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
             buffer.copy_(0.1 * torch.randn_like(buffer))
         if "layer_scalar" in name:
             buffer.copy_(0.5 + torch.rand_like(buffer))
-
-
-def _fan_in(parameter: Tensor) -> int:
-    return min(parameter.shape[-2:])

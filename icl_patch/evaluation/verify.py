@@ -11,7 +11,7 @@ Source: Goldwaser et al. (2025), section 4.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from icl_patch.evaluation.baseline import (
 )
 from icl_patch.evaluation.exact_steps import (
     ExactSteps,
-    Replays,
+    Replay,
     in_both_arithmetics,
     one_pass_replays,
 )
@@ -44,7 +44,7 @@ from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.passes import Computation
-from icl_patch.recording.sequences import absorb_all_but_last, check_context, switches, with_media
+from icl_patch.recording.sequences import check_context, switches, with_media
 from icl_patch.tolerances import noise_limit
 
 # Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
@@ -54,11 +54,6 @@ _PROMISED = ("float32", "float64")
 # A larger noise floor is not rounding: the model contradicts itself from call to call. In bf16 and
 # fp16 a different choice of experts reaches tenths.
 _MAX_NOISE_FLOOR = {"float32": 0.01, "float64": 0.01, "bfloat16": 1.0, "float16": 1.0}
-
-
-def has_promise(update: str, dtype: str) -> bool:
-    """Whether an update promises anything in a dtype, as ``"float32"``."""
-    return update == "exact" or dtype in _PROMISED
 
 
 @dataclass(frozen=True)
@@ -113,26 +108,28 @@ class VerifyReport:
     arithmetics: list[ExactSteps]
     steps: list[VerifiedToken] = field(repr=False)
 
-    def _share(self, name: str) -> float:
-        return sum(getattr(step, name) for step in self.steps) / len(self.steps)
-
-    def _errors(self, name: str) -> Tensor:
+    def _of_steps(self, name: str) -> Tensor:
         return torch.tensor([getattr(step, name) for step in self.steps], dtype=torch.float64)
 
     @property
     def token_match(self) -> float:
         """Share of steps at which the replay chooses the baseline's token."""
-        return self._share("match")
+        return float(self._of_steps("match").mean())
 
     @property
     def bit_identical(self) -> float:
         """Share of steps at which all logits are equal to the last bit."""
-        return self._share("bit_identical")
+        return float(self._of_steps("bit_identical").mean())
 
     @property
     def limit(self) -> float:
         """The error allowed in fp32 and fp64, see :func:`icl_patch.tolerances.noise_limit`."""
         return noise_limit(self.noise_floor["linf_max"])
+
+    @property
+    def promises(self) -> bool:
+        """Whether the update promises anything in this dtype."""
+        return self.update == "exact" or self.dtype in _PROMISED
 
     @property
     def passed(self) -> bool:
@@ -148,9 +145,9 @@ class VerifyReport:
         """
         if not self.noise_floor["linf_max"] <= _MAX_NOISE_FLOOR[self.dtype]:
             return False
-        if self.experts_identical not in (None, 1.0) and (
-            self.update == "exact" or self.dtype in _PROMISED
-        ):
+        if not self.promises:
+            return True
+        if self.experts_identical not in (None, 1.0):
             return False
         if self.update == "exact" and self.dtype != "float64":
             rounding = _ROUNDINGS * torch.finfo(getattr(torch, self.dtype)).eps
@@ -161,25 +158,21 @@ class VerifyReport:
                 and self.correction_max <= rounding
                 and all(steps.keeps_promise(rounding) for steps in self.arithmetics)
             )
-        if self.dtype in _PROMISED:
-            return self.token_match == 1.0 and float(self._errors("linf").max()) <= self.limit
-        return True
+        return self.token_match == 1.0 and float(self._of_steps("linf").max()) <= self.limit
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON types."""
         errors = {
-            f"{name}_{kind}": float(getattr(self._errors(name), kind)())
+            f"{name}_{kind}": float(getattr(self._of_steps(name), kind)())
             for name in ("linf", "tvd")
             for kind in ("max", "median")
         }
         properties = ("token_match", "bit_identical", "limit", "passed")
         return {
-            **vars(self),
+            **asdict(self),
             **{name: getattr(self, name) for name in properties},
             **errors,
             "tokens": len(self.steps),
-            "arithmetics": [vars(steps) for steps in self.arithmetics],
-            "steps": [vars(step) for step in self.steps],
         }
 
 
@@ -195,7 +188,7 @@ def verify(
     keep_last: int = 0,
     chat: bool = False,
     system: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     name: str | None = None,
 ) -> VerifyReport:
     """Run the papers' protocol and report how well the patched model matches the one with context.
@@ -243,14 +236,13 @@ def verify(
     check_last_type(loaded, inputs)
 
     exact = update == "exact"
-    progress = progress or (lambda done, total: None)
     count = max_new_tokens * (2 if exact else 1)
     progress(0, count)
     run = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _noise_floor(loaded, run)
     with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
         attached = patcher.attached_model
-        totals, replays, passes = _replays(attached, run, lambda done: progress(done, count))
+        totals, replays = _replays(attached, run, lambda done: progress(done, count))
         if exact:
             one_pass = one_pass_replays(
                 patcher.plans, run, lambda done: progress(max_new_tokens + done, count)
@@ -264,7 +256,7 @@ def verify(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         prompts=len(ids),
-        passes=passes,
+        passes=replays[-1][2],
         keep_last=keep_last,
         noise_floor=floor,
         reader_error_max=float(totals["reader_error"].max()),
@@ -284,8 +276,7 @@ def _noise_floor(model: PreTrainedModel, run: BaselineRun) -> dict[str, float]:
     ids, mask, tokens = (x.repeat(2, 1) for x in (run.ids, run.mask, run.tokens))
     twice = {name: torch.cat([x, x]) for name, x in run.inputs.items()}
     doubled = baseline(model, ids, mask, steps, run.keep_last, twice, tokens).logits
-    single_pass = in_one_pass(model, run.ids, run.mask, run.tokens, run.inputs)
-    others = (doubled[:batch], single_pass)
+    others = (doubled[:batch], in_one_pass(model, run))
     return {
         f"{measure}_max": max(float(distance(other, run.logits).max()) for other in others)
         for measure, distance in (("linf", metrics.linf), ("tvd", metrics.total_variation))
@@ -294,20 +285,20 @@ def _noise_floor(model: PreTrainedModel, run: BaselineRun) -> dict[str, float]:
 
 def _replays(
     attached: AttachedModel, run: BaselineRun, on_step: Callable[[int], None]
-) -> tuple[dict[str, Tensor], Replays, int]:
+) -> tuple[dict[str, Tensor], list[Replay]]:
     """Compute and replay the patch of every step: the numbers of :func:`_compare`, with a last
-    dimension of steps; the replays; and the number of passes for a patch.
+    dimension of steps, and the replays.
     """
     comparisons: list[dict[str, Tensor]] = []
-    replays = Replays()
+    replays: list[Replay] = []
     for reference, computation in zip(
         run.logits.unbind(1), _computations(attached, run), strict=True
     ):
-        logits, replayed = attached.replay(computation.patch)
+        patch = computation.patch
+        logits, replayed = attached.replay(patch)
         comparisons.append(_compare(reference, logits[:, -1], computation, replayed))
-        assert computation.patch.report is not None
-        replays.logits.append(logits[:, -1])
-        replays.reports.append(computation.patch.report)
+        assert patch.report is not None
+        replays.append((logits[:, -1], patch.report, patch.passes))
         on_step(len(comparisons))
     totals = {
         name: torch.stack([step[name] for step in comparisons], -1) for name in comparisons[0]
@@ -316,38 +307,20 @@ def _replays(
     for name in ("same_blocks", "same_experts") if len(parts) > 1 else ():
         totals[name] = torch.cat([part[name] for part in parts])
     totals["reader_error"] = torch.stack([part["reader_error"] for part in parts]).amax(0)
-    return totals, replays, computation.patch.passes
+    return totals, replays
 
 
 def _computations(attached: AttachedModel, run: BaselineRun) -> Iterator[Computation]:
     """The patch of every step, along the baseline's tokens."""
-    ids, mask, inputs = run.ids, run.mask, run.inputs
-    if run.keep_last == 0:
-        head_inputs = over_columns(inputs, ids.shape[1] - 1)
-        sequences = with_media(attached.model, absorb_all_but_last(ids, mask), head_inputs)
-        cache = attached.prefill(sequences, **head_inputs)
-        for token_ids in run.tokens.unbind(1):
-            if switches(attached.model, sequences):
-                columns = sequences.head_ids.shape[1]
-                cache = attached.prefill(sequences, **over_columns(inputs, columns))
-            yield attached.compute_from(cache, sequences)
-            sequences = sequences.advanced(token_ids)
-        return
+    ids, mask, cache = run.ids, run.mask, None
     for token_ids in run.tokens.unbind(1):
         sequences = sequences_at(ids, mask, run.keep_last)
-        yield attached.compute(sequences, **over_columns(inputs, sequences.head_ids.shape[1]))
-        ids, mask = extended(ids, mask, token_ids)
-
-
-def same_experts(computation: Computation, replayed: Sequence[BlockActivations]) -> list[Tensor]:
-    """Whether the replay chose the experts of the computation, (B, T) bool for each block that has
-    experts.
-    """
-    return [
-        (other.experts[1].sort(-1).values == recorded.experts[1].sort(-1).values).all(-1)
-        for other, recorded in zip(replayed, computation.activations, strict=True)
-        if other.experts is not None and recorded.experts is not None
-    ]
+        further = over_columns(run.inputs, sequences.head_ids.shape[1])
+        sequences = with_media(attached.model, sequences, further)
+        if cache is None or run.keep_last or switches(attached.model, sequences):
+            cache = attached.prefill(sequences, **further)
+        yield attached.compute_from(cache, sequences)
+        ids, mask = extended(ids, mask, token_ids[:, None])
 
 
 def _compare(
@@ -367,19 +340,21 @@ def _compare(
         # values of both streams.
         if y_ctx.shape[-1] > 1
     ]
-    same = [choices[:, -1] for choices in same_experts(computation, replayed)]
+    outputs: list[Any] = [(recorded.output, other.output) for recorded, other in pairs]
+    chosen = [
+        [block.experts[1][:, -1].sort(-1).values for block in pair if block.experts is not None]
+        for pair in pairs
+    ]
+    same_experts = [(pair[0] == pair[1]).all(-1) for pair in chosen if pair]
     return {
         "match": metrics.same_argmax(logits, reference),
         "bit_identical": metrics.bit_identical(logits, reference),
         "linf": metrics.linf(logits, reference),
         "tvd": metrics.total_variation(logits, reference),
         "same_blocks": torch.stack(
-            [
-                metrics.bit_identical(_output(other)[:, -1], _output(recorded)[:, -1])
-                for recorded, other in pairs
-            ]
+            [metrics.bit_identical(other[:, -1], recorded[:, -1]) for recorded, other in outputs]
         ),
-        "same_experts": torch.stack(same) if same else torch.empty(0),
+        "same_experts": torch.stack(same_experts) if same_experts else torch.empty(0),
         # torch's maximum, unlike Python's, keeps NaN
         "reader_error": torch.stack(
             [x.double().cpu() for x in (*reader_errors, report.reader_error.max())]
@@ -387,11 +362,6 @@ def _compare(
         "correction": report.correction.max(),
         "misses": report.misses.sum(),
     }
-
-
-def _output(activations: BlockActivations) -> Tensor:
-    assert activations.output is not None
-    return activations.output
 
 
 def _verified_tokens(tokens: Tensor, totals: Mapping[str, Tensor]) -> list[VerifiedToken]:

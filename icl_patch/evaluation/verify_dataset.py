@@ -5,7 +5,6 @@ kept. A row's error is the largest one of its steps, because the errors of steps
 of magnitude; a task's is the median of its rows'.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import ControllabilityError
-from icl_patch.evaluation.loading import load_model
-from icl_patch.evaluation.verify import VerifyReport, has_promise, verify
+from icl_patch.evaluation.loading import left_padded, load_model
+from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.models.language_model import check_length
 from icl_patch.patch.serialization import check_update
 from icl_patch.patcher import ContextPatcher
@@ -174,11 +172,12 @@ def verify_dataset(
 
     def verify_batch(batch: Sequence[EncodedRow]) -> None:
         """All rows; if some row has no patch, each by itself."""
+        prompts = [torch.cat([row.context_ids[0], row.kept_ids[0]]) for row in batch]
         try:
             report = verify(
                 loaded,
                 tokenizer,
-                context=_padded(batch, tokenizer.pad_token_id or 0),
+                context=left_padded(prompts, tokenizer),
                 max_new_tokens=max_new_tokens,
                 update=update,
                 keep_last=keep_last,
@@ -187,9 +186,9 @@ def verify_dataset(
         except ControllabilityError as error:
             if len(batch) == 1:
                 results.reject(batch[0].row, error)
-                return
-            for row in batch:
-                verify_batch([row])
+            else:
+                for row in batch:
+                    verify_batch([row])
         else:
             results.add([row.row for row in batch], report)
 
@@ -220,21 +219,11 @@ def _encoded(
     return encoded
 
 
-def _padded(rows: Sequence[EncodedRow], value: int) -> dict[str, Tensor]:
-    """Whole prompts as left-padded ids and mask, (B, T) int64."""
-    prompts = [torch.cat([row.context_ids[0], row.kept_ids[0]]) for row in rows]
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    return {
-        "input_ids": pad(prompts, padding_value=value),
-        "attention_mask": pad([torch.ones_like(prompt) for prompt in prompts]),
-    }
-
-
 class _Results:
     """What is kept of the rows that were verified, and of those that were not."""
 
     def __init__(self) -> None:
-        self._rows: dict[str | None, list[tuple[float, ...]]] = {}
+        self._rows: dict[str | None, list[Tensor]] = {}
         self._floor: dict[str, float] = {}
         self._passed = True
         self._last: VerifyReport | None = None
@@ -254,16 +243,13 @@ class _Results:
 
     def add(self, rows: Sequence[Row], report: VerifyReport) -> None:
         """Take the rows of a batch."""
-        steps = len(report.steps) // len(rows)
-        for place, row in enumerate(rows):
-            own = report.steps[place * steps : (place + 1) * steps]
-            names = ("match", "bit_identical", "linf", "tvd")
-            values = torch.tensor(
-                [[float(getattr(step, name)) for name in names] for step in own],
-                dtype=torch.float64,
-            )
-            numbers = (*values[:, :2].mean(0).tolist(), *values[:, 2:].amax(0).tolist())
-            self._rows.setdefault(row.task, []).append(numbers)
+        values = torch.tensor(
+            [[step.match, step.bit_identical, step.linf, step.tvd] for step in report.steps],
+            dtype=torch.float64,
+        ).view(len(rows), -1, 4)
+        numbers = torch.cat([values[..., :2].mean(1), values[..., 2:].amax(1)], 1)
+        for row, own in zip(rows, numbers, strict=True):
+            self._rows.setdefault(row.task, []).append(own)
         self._last = report
         self._passed = self._passed and report.passed
         for measure, value in report.noise_floor.items():
@@ -277,17 +263,13 @@ class _Results:
             raise ValueError(
                 f"expected a data set with rows that can be verified, got none: {reason}"
             )
+        names = ("model", "family", "update", "dtype", "device", "keep_last")
         return DatasetReport(
-            model=last.model,
-            family=last.family,
-            update=last.update,
-            dtype=last.dtype,
-            device=last.device,
+            **{name: getattr(last, name) for name in names},
             max_new_tokens=max_new_tokens,
-            keep_last=last.keep_last,
             noise_floor=self._floor,
             passed=self._passed,
-            promises=has_promise(last.update, last.dtype),
+            promises=last.promises,
             rejected=self._rejected,
             reasons=self._reasons,
             tasks=[_task(task, self._rows[task]) for task in sorted(filter(None, self._rows))],
@@ -295,8 +277,8 @@ class _Results:
         )
 
 
-def _task(name: str, rows: Sequence[tuple[float, ...]]) -> TaskReport:
-    match, identical, linf, tvd = torch.tensor(rows, dtype=torch.float64).unbind(1)
+def _task(name: str, rows: list[Tensor]) -> TaskReport:
+    match, identical, linf, tvd = torch.stack(rows).unbind(1)
     share = float(match.mean())
     return TaskReport(
         task=name,

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from icl_patch import batch_invariant, embedded, metrics, verify
-from icl_patch.evaluation import exact_steps, tiny_models
+from icl_patch.evaluation import demo, exact_steps, tiny_models
 from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
@@ -33,21 +33,12 @@ PROMPTS, NEW_TOKENS = 20, 25
 RANDOM_VOCABULARY = 259  # the byte tokenizer's
 
 
-def held_out_contexts(count: int) -> list[str]:
-    per_kind = -(-count // len(embedded.KINDS))
-    prompts = [
-        prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, per_kind)
-    ]
-    return [prompt.context + prompt.question for prompt in prompts][:count]
-
-
 def proof(update: str, dtype: torch.dtype) -> VerifyReport:
     """Stable, and exact in bf16, at full size; direct and the other dtypes at a fifth of it."""
     full = update == "stable" or dtype == torch.bfloat16
     count = NEW_TOKENS if full else NEW_TOKENS // 5
-    report = verify(
-        context=held_out_contexts(PROMPTS), max_new_tokens=count, update=update, dtype=dtype
-    )
+    texts = [prompt.context + prompt.question for prompt in demo.held_out(PROMPTS)]
+    report = verify(context=texts, max_new_tokens=count, update=update, dtype=dtype)
     assert len(report.steps) == PROMPTS * count in (500, 100)
     return report
 
@@ -166,14 +157,9 @@ def test_where_one_pass_is_not_possible_the_reason_stands(
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])
 def test_partial_contexts(update: str, keep_last: int, family: str) -> None:
     model = build(family, 0, vocab_size=RANDOM_VOCABULARY)
-    report = verify(
-        model,
-        build_tokenizer(),
-        context=["some context that matters", "and a longer one of another length"],
-        max_new_tokens=3,
-        update=update,
-        keep_last=keep_last,
-    )
+    texts = ["some context that matters", "and a longer one of another length"]
+    arguments = {"max_new_tokens": 3, "update": update, "keep_last": keep_last}
+    report = verify(model, build_tokenizer(), context=texts, **arguments)
     assert report.passed
     assert report.keep_last == keep_last
     assert (report.bit_identical == 1.0) == (update == "exact")
@@ -186,13 +172,8 @@ def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) ->
     # attaching would notice
     monkeypatch.setattr("icl_patch.recording.self_check.SelfCheck.run", lambda *_: None)
     model = build("gemma3", 0, vocab_size=RANDOM_VOCABULARY)
-    report = verify(
-        model,
-        build_tokenizer(),
-        context="some context that matters",
-        max_new_tokens=20,
-        update="stable",
-    )
+    arguments = {"max_new_tokens": 20, "update": "stable"}
+    report = verify(model, build_tokenizer(), context="some context that matters", **arguments)
     assert not report.passed
     assert report.to_dict()["linf_max"] > 100 * report.limit
     assert report.reader_error_max > 0.01
@@ -211,30 +192,10 @@ def test_an_error_far_above_the_noise_does_not_pass() -> None:
 def test_report_is_plain_json_with_the_documented_fields() -> None:
     numbers = verify(max_new_tokens=4, update="stable", dtype=torch.bfloat16).to_dict()
     assert json.loads(json.dumps(numbers)) == numbers
-    documented = {
-        "model",
-        "family",
-        "update",
-        "dtype",
-        "device",
-        "tokens",
-        "passes",
-        "token_match",
-        "bit_identical",
-        "linf_max",
-    }
-    documented |= {
-        "linf_median",
-        "tvd_max",
-        "tvd_median",
-        "noise_floor",
-        "reader_error_max",
-        "experts_identical",
-        "correction_max",
-        "arithmetics",
-        "steps",
-    }
-    assert documented <= numbers.keys()
+    documented = "model family update dtype device tokens passes token_match bit_identical linf_max"
+    documented += " linf_median tvd_max tvd_median noise_floor reader_error_max experts_identical"
+    documented += " correction_max arithmetics steps"
+    assert set(documented.split()) <= numbers.keys()
     assert numbers["tokens"] == len(numbers["steps"]) == 4
     assert set(numbers["steps"][0]) == {"token_id", "match", "bit_identical", "linf", "tvd"}
     assert set(numbers["noise_floor"]) == {"linf_max", "tvd_max"}
@@ -246,10 +207,11 @@ def test_a_model_passed_in_is_not_changed() -> None:
     verify(model, build_tokenizer(), context="abc", max_new_tokens=2, dtype=torch.bfloat16)
     after = model.state_dict()
     assert list(after) == list(before)
-    assert all(
-        after[name].dtype == value.dtype and torch.equal(after[name], value)
-        for name, value in before.items()
-    )
+    assert all(after[name].dtype == x.dtype for name, x in before.items())
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+PADDED_RIGHT = {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.eye(3)[:1]}
 
 
 @pytest.mark.parametrize(
@@ -259,26 +221,12 @@ def test_a_model_passed_in_is_not_changed() -> None:
         ({"keep_last": -1}, "keep_last ≥ 0"),
         ({"context": "ab", "keep_last": 5}, "more than 6 tokens"),
         ({"context": []}, "at least one token"),
-        (
-            {"context": {"attention_mask": torch.ones(1, 3)}},
-            "expected input_ids in the context, .*, got attention_mask",
-        ),
+        ({"context": {"attention_mask": torch.ones(1, 3)}}, "expected input_ids in the context, "),
         ({"context": {"input_ids": torch.tensor([[1, 10**6, 2]])}}, "expected ids from 0 to"),
-        (
-            {"context": "ab", "max_new_tokens": 100_000},
-            r"as many as the model has positions for, got \d+ and 99999 new ones",
-        ),
+        ({"context": "ab", "max_new_tokens": 100_000}, r"positions for, got \d+ and 99999 new"),
         ({"update": "best"}, "expected update"),
         ({"chat": True}, "chat template"),
-        (
-            {
-                "context": {
-                    "input_ids": torch.ones(1, 3).long(),
-                    "attention_mask": torch.eye(3)[:1],
-                }
-            },
-            "expected context_mask with padding on the left only",
-        ),
+        ({"context": PADDED_RIGHT}, "expected context_mask with padding on the left only"),
     ],
 )
 def test_bad_arguments(arguments: dict, message: str) -> None:
@@ -308,18 +256,15 @@ def test_weights_that_are_missing(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     weights = {name: x for name, x in load_file(file).items() if "layers.1.mlp.up_proj" not in name}
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(
-        OSError,
-        match=(
-            r"expected all weights in .*, 1 are missing, as model\.layers\.1\.mlp\.up_proj\.weight"
-        ),
-    ):
+    with pytest.raises(OSError, match=r"expected all weights in .*, 1 are missing, as model\.lay"):
         verify(tmp_path)
     save_file(
         weights | {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 3)}, file, {"format": "pt"}
     )
-    with pytest.raises(OSError, match="expected whole weights in"):
-        verify(tmp_path)
+    for content in (file.read_bytes(), (embedded.MODEL_DIR / file.name).read_bytes()[:-100]):
+        file.write_bytes(content)  # of another shape; cut off
+        with pytest.raises(OSError, match="expected whole weights in"):
+            verify(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -332,9 +277,8 @@ def test_nothing_is_proven_of_a_model_that_contradicts_itself(
     report = verify(max_new_tokens=2, update=update, dtype=dtype)
     assert report.passed
     for floor in (2.6, math.nan) if dtype == torch.bfloat16 else (0.02, 2.6, math.nan):
-        assert not dataclasses.replace(
-            report, noise_floor=report.noise_floor | {"linf_max": floor}
-        ).passed
+        noise = report.noise_floor | {"linf_max": floor}
+        assert not dataclasses.replace(report, noise_floor=noise).passed
     model = build("llama", 0, dtype, vocab_size=RANDOM_VOCABULARY)
     checkpointing(model)
     with pytest.raises(ValueError, match="gradient checkpointing"):
@@ -347,11 +291,7 @@ def test_metrics_on_known_numbers() -> None:
     assert metrics.linf(torch.tensor([[0.0, math.nan, 4.0]]), reference).item() == math.inf
     assert metrics.linf(torch.zeros(1, 3), torch.zeros(1, 3)).item() == 0
     infinite = torch.tensor([[1.0, 2.0, math.inf]])
-    assert (
-        metrics.linf(reference, infinite).item()
-        == metrics.linf(infinite, reference).item()
-        == math.inf
-    )
+    assert metrics.linf(reference, infinite) == metrics.linf(infinite, reference) == math.inf
     assert metrics.linf(infinite, infinite).item() == 0
     # of the largest that is finite
     assert metrics.linf(torch.tensor([[1.0, 5.0, math.inf]]), infinite).item() == 1.5

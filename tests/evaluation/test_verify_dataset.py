@@ -119,25 +119,6 @@ def test_a_model_that_takes_no_padding(tmp_path: Path) -> None:
     assert found.passed and (found.total.rows, found.rejected) == (3, 0)
 
 
-def test_chats_with_system_messages(dataset: Path) -> None:
-    """As :func:`verify` writes them."""
-    model, (_, tokenizer) = tiny(), embedded.load()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<model>{% endif %}"
-    )
-    settings = {"update": "stable", "max_new_tokens": STEPS}
-    found = verify_dataset(
-        model, tokenizer, dataset, Columns(system=True), batch_rows=1, **settings
-    )
-    expected = [
-        verify(model, tokenizer, context=row["kept"], system=row["context"], **settings)
-        for row in ROWS
-    ]
-    assert found.total.linf_max == max(x.to_dict()["linf_max"] for x in expected)
-    assert found.total.tvd_max == max(x.to_dict()["tvd_max"] for x in expected)
-
-
 def test_rows_that_cannot_be_verified(tmp_path: Path) -> None:
     """Those of the same batch can; the progress counts all."""
     model = tiny()

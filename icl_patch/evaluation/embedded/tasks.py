@@ -21,11 +21,10 @@ have no vowels, so that none of them can contain a key.
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-KINDS = ("recall", "format", "fewshot", "language")
 ANSWER_END = "\n"
 
 _CONSONANTS = "bcdfghjklmnpqrstvwxz"
@@ -59,6 +58,7 @@ CHANCE = {
     "fewshot": 1 / len(_FUNCTIONS),
     "language": 1 / len(_NUMBER_WORDS),
 }
+KINDS = tuple(CHANCE)
 
 
 _MOST_KNOWN = 20_000  # draws without a new prompt: then there are none left
@@ -99,10 +99,8 @@ def _atoms(of: str, held_out: bool) -> tuple[str, ...]:
         every = (f"{number:03d}" for number in range(1000))
     elif of == "word":
         every = ("".join(letters) for letters in itertools.permutations(_CONSONANTS, _WORD_LENGTH))
-    elif of == "digits":
-        every = (" ".join(digits) for digits in itertools.product("0123456789", repeat=3))
     else:
-        raise ValueError(f"expected key, value, word or digits, got {of!r}")
+        every = (" ".join(digits) for digits in itertools.product("0123456789", repeat=3))
     return tuple(atom for atom in every if is_held_out(atom) == held_out)
 
 
@@ -147,15 +145,6 @@ def training_document(rng: random.Random) -> tuple[str, list[tuple[int, int]]]:
     """
     [kind] = rng.choices(list(_TRAINING_MIX), list(_TRAINING_MIX.values()))
     context, pairs = document(kind, rng, held_out=False, questions=4)
-    return with_answers(context, pairs)
-
-
-def with_answers(
-    context: str, pairs: Iterable[tuple[str, str]]
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a context and its questions with their answers, and the ``(start, stop)``
-    character spans of the answers, line ends included.
-    """
     text, spans = context, []
     for question, answer in pairs:
         text += question

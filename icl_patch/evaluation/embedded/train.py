@@ -7,7 +7,6 @@ few-shot prompts. After training, the held-out prompts are scored with and witho
 the result is written to ``OUT_DIR/scores.json`` beside the model.
 """
 
-import argparse
 import json
 import math
 import random
@@ -21,25 +20,28 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from icl_patch.evaluation.embedded.scoring import score
-from icl_patch.evaluation.embedded.tasks import training_document
+from icl_patch.evaluation.embedded.tasks import CHANCE, KINDS, held_out_prompts, training_document
+from icl_patch.evaluation.loading import encode_contexts
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 _OTHER_TOKENS_WEIGHT = 0.1  # loss weight of tokens outside an answer: most of them are noise
 # Batches drawn together and sorted by length: a batch then holds documents of similar length.
 _POOL = 16
+_ANSWER_TOKENS = 24  # line end included: "quattro quattro quattro" is the longest answer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, ``<bos>`` in front, padding on the left."""
-    vocabulary = {
-        token: index
-        for index, token in enumerate(
-            [_PAD, _BOS, _EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-        )
-    }
+    tokens = [_PAD, _BOS, _EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -93,36 +95,25 @@ def batches(
         rng.shuffle(groups)
         for group in groups:
             rows = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text, _ in group]
-            ids, answers = padded(rows, [spans for _, spans in group])
-            lengths = torch.tensor([len(row) for row in rows])
-            weights = _OTHER_TOKENS_WEIGHT * (torch.arange(ids.shape[1]) < lengths[:, None])
-            yield ids, weights.masked_fill(answers, 1.0)
-
-
-def padded(
-    rows: Sequence[Sequence[int]], spans: Sequence[Sequence[tuple[int, int]]]
-) -> tuple[Tensor, Tensor]:
-    """Right-padded ids (B, T), and whether a token belongs to an answer; ``spans`` are those of
-    :func:`~icl_patch.evaluation.embedded.tasks.with_answers`.
-    """
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-    answers = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, (tokens, of_row) in enumerate(zip(rows, spans, strict=True)):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
-        for start, stop in of_row:
-            answers[row, 1 + start : 1 + stop] = True  # 1: <bos> stands before the text
-    return ids, answers
+            ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+            weights = torch.zeros(ids.shape)
+            for row, (tokens, (_, answers)) in enumerate(zip(rows, group, strict=True)):
+                ids[row, : len(tokens)] = torch.tensor(tokens)
+                weights[row, : len(tokens)] = _OTHER_TOKENS_WEIGHT
+                for start, stop in answers:
+                    weights[row, 1 + start : 1 + stop] = 1.0  # 1: <bos> stands before the text
+            yield ids, weights
 
 
 def train(
-    steps: int, batch: int, learning_rate: float, seed: int, log_every: int
+    steps: int = 3000, batch: int = 64, seed: int = 0
 ) -> tuple[Gemma3ForCausalLM, PreTrainedTokenizerFast]:
     """Train for ``steps`` steps of AdamW under a cosine schedule with warm-up."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer))
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     warm_up = max(1, steps // 30)
 
@@ -144,52 +135,53 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        if step % log_every == 0 or step == steps:
-            model.eval()
-            scores = score(model, tokenizer, prompts_per_kind=50)
-            model.train()
-            right = " ".join(f"{kind} {entry.with_context:.2f}" for kind, entry in scores.items())
-            print(
-                f"step {step}  loss {loss.item():.4f}  {right} "
-                f" {time.perf_counter() - started:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+        if step % 250 == 0 or step == steps:
+            seconds = time.perf_counter() - started
+            print(f"step {step}  loss {loss.item():.4f}  {seconds:.0f} s", file=sys.stderr)
     return model.eval(), tokenizer
 
 
+def score(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int = 200
+) -> dict[str, dict[str, float]]:
+    """The shares of whole answers right on held-out prompts, with and without the context, and of
+    chance, by kind.
+    """
+
+    def share(texts: Sequence[str]) -> float:
+        ids, mask = encode_contexts(tokenizer, texts)
+        generate: Any = model.generate
+        options: Any = {"max_new_tokens": _ANSWER_TOKENS, "do_sample": False}
+        out = generate(ids, attention_mask=mask.long(), **options)[:, ids.shape[1] :]
+        answers = tokenizer.batch_decode(out, skip_special_tokens=True)
+        pairs = zip(answers, prompts, strict=True)
+        return sum(text.startswith(f"{x.answer}\n") for text, x in pairs) / len(prompts)
+
+    scores = {}
+    for kind in KINDS:
+        prompts = held_out_prompts(kind, prompts_per_kind)
+        scores[kind] = {
+            "prompts": len(prompts),
+            "with_context": share([prompt.context + prompt.question for prompt in prompts]),
+            "without_context": share([prompt.question for prompt in prompts]),
+            "chance": CHANCE[kind],
+        }
+    return scores
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train the embedded model and score it on held-out prompts."
-    )
-    parser.add_argument(
-        "out_dir", type=Path, help="folder to write the model, its tokenizer and its scores to"
-    )
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--log-every", type=int, default=250, help="steps between two lines of progress"
-    )
-    arguments = parser.parse_args()
+    out_dir = Path(sys.argv[1])
     # Sums are split by thread: one thread gives the same bits on any number of cores.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     model: Any
-    model, tokenizer = train(
-        arguments.steps,
-        arguments.batch,
-        arguments.learning_rate,
-        arguments.seed,
-        arguments.log_every,
-    )
+    model, tokenizer = train()
     model = model.to(torch.bfloat16)  # score the weights as they are shipped
-    model.save_pretrained(arguments.out_dir)
-    tokenizer.save_pretrained(arguments.out_dir)
-    scores = {kind: vars(entry) for kind, entry in score(model.float(), tokenizer).items()}
-    (arguments.out_dir / "scores.json").write_text(json.dumps(scores, indent=2) + "\n")
-    print(json.dumps(scores, indent=2))
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    scores = json.dumps(score(model.float(), tokenizer), indent=2)
+    (out_dir / "scores.json").write_text(scores + "\n")
+    print(scores)
 
 
 if __name__ == "__main__":
