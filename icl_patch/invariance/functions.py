@@ -5,7 +5,7 @@ Torch chooses the kernel of a product by the number of rows, computes the last e
 by other instructions than the elements before them, and sums attention in an order that depends on
 padding. Each changes the last bits of a row. The replacements compute a row in the same order at
 every place: products by :func:`icl_patch.ops.patched_linear`, activations from functions that torch
-rounds alike everywhere (exp, expm1, log1p, tanh, erf), attention over the keys that a row sees.
+rounds alike everywhere (exp, log1p, tanh, erf), attention over the keys that a row sees.
 """
 
 import math
@@ -26,9 +26,7 @@ Replacements = dict[Any, Callable[..., Tensor]]
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x Wᵀ + bias``: input x (..., K), weight (N, K) or (K,), bias (N,) -> (..., N)."""
-    if weight.dim() == 1:
-        return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
+    """``x Wᵀ + bias``: input x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     rows = input.reshape(-1, input.shape[-1])
     if 1 not in weight.stride():  # the kernel reads along rows or along columns
         weight = weight.contiguous()
@@ -140,23 +138,6 @@ def _mish(x: Tensor) -> Tensor:
     return x * torch.tanh(_softplus(x))
 
 
-def _elu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > 0, x, alpha * torch.expm1(x))
-
-
-def _celu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > 0, x, alpha * torch.expm1(x / alpha))
-
-
-def _selu(x: Tensor) -> Tensor:
-    return 1.0507009873554805 * _elu(x, 1.6732632423543772)
-
-
-def _glu(x: Tensor, dim: int = -1) -> Tensor:
-    value, gate = x.chunk(2, dim)
-    return value * _sigmoid(gate)
-
-
 _ACTIVATIONS: Replacements = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), _in_fp32(_sigmoid)),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _in_fp32(torch.rsqrt)),
@@ -164,10 +145,6 @@ _ACTIVATIONS: Replacements = {
     F.gelu: _in_fp32(_gelu),
     F.softplus: _in_fp32(_softplus),
     F.mish: _in_fp32(_mish),
-    F.elu: _in_fp32(_elu),
-    **dict.fromkeys((F.celu, torch.celu), _in_fp32(_celu)),
-    **dict.fromkeys((F.selu, torch.selu), _in_fp32(_selu)),
-    F.glu: _in_fp32(_glu),
 }
 
 
@@ -286,17 +263,14 @@ def _attend_by_row(
     mask = mask[:, 0].expand(len(query), -1, -1)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1])
     queries, keys = (map(_span, mask.any(dim).tolist()) for dim in (2, 1))
-    spans = list(zip(queries, keys, strict=True))
-    for span in dict.fromkeys(spans):
-        (first, last), (start, stop) = span
-        rows = torch.tensor([other == span for other in spans], device=query.device)
-        visible = mask[rows, first:last, start:stop]
+    for row, ((first, last), (start, stop)) in enumerate(zip(queries, keys, strict=True)):
         if not stop:
             continue
+        part = slice(row, row + 1)
+        visible = mask[part, first:last, start:stop]
         asked = slice(first, last) if mask.shape[1] == query.shape[2] else slice(None)
         form = None if visible.all() else visible.unsqueeze(1)
         is_causal = form is not None and bool((visible == torch.ones_like(visible).tril()).all())
-        part = slice(None) if rows.all() else rows
         out[part, :, asked] = _attend(
             query[part, :, asked],
             key[part, :, start:stop],
