@@ -42,7 +42,6 @@ class OnePass:
 
     Attributes:
         streams: how they share it; None if each has its own rows in the cache.
-        linears: the blocks' other linear maps, each with the forward that runs it through our ops.
         fused: the norms and gated MLPs that run as single operations; none for an exact update,
             whose replay has to run the same modules.
 
@@ -56,10 +55,6 @@ class OnePass:
         self.streams = (
             SharedCacheStreams(model, blocks, context_only=self.exact) if shared else None
         )
-        # attention output projections already run on both streams of a shared cache
-        doubled = set() if self.streams is None else set(self.streams.projections)
-        linears = plain_linears(model, attached.block_specs)
-        self.linears = [(x, linear_forward(x)) for x in linears if x not in doubled]
         self.fused = [] if self.exact else fused_modules(model, blocks)
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
@@ -155,10 +150,14 @@ class DecodeStep:
 
     @cached_property
     def _overrides(self) -> Overrides:
-        """All replaced forwards."""
-        streams = [] if self.plan.streams is None else self.plan.streams.forwards
-        fused = [(found.module, found) for found in self.fused]
-        return Overrides([*streams, *self.plan.linears, *fused, *self._head()])
+        """All replaced forwards, each module's once."""
+        attached, streams = self.plan.attached, self.plan.streams
+        linears = plain_linears(attached.model, attached.block_specs)
+        forwards: dict[nn.Module, Forward] = {x: linear_forward(x) for x in linears}
+        forwards |= {found.module: found for found in self.fused}
+        # the attention's output projections among them, on both streams of a shared cache
+        forwards |= {} if streams is None else dict(streams.forwards)
+        return Overrides([*forwards.items(), *self._head()])
 
     @cached_property
     def _norm_receivers(self) -> set[AttachedBlock | None]:

@@ -215,17 +215,17 @@ def _attention_by_row(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
     *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     """``scaled_dot_product_attention``, row by row over the keys between the first and the last
     that the row sees.
 
-    query (B, H, T, D), key and value (B, H or fewer, S, D), attn_mask (B or 1, 1, T or 1, S) bool.
+    query (B, H, T, D), key and value (B, H or fewer, S, D), mask (B or 1, 1, T or 1, S) bool.
     So neither padding nor the room of a static cache changes a row's bits. A query that sees no key
     gets 0.
 
@@ -240,10 +240,10 @@ def _attention_by_row(
             query = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
         else:
             key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-    if attn_mask is None:
-        out = _attend(query, key, value, None, dropout_p, is_causal, scale)
+    if mask is None:
+        out = _attend(query, key, value, None, dropout, is_causal, scale)
     else:
-        out = _attend_by_row(query, key, value, attn_mask, dropout_p, scale)
+        out = _attend_by_row(query, key, value, mask, dropout, scale)
     return out.reshape(len(query), heads, tokens, value.shape[-1])
 
 
