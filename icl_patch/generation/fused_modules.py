@@ -91,17 +91,17 @@ def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[FusedModule]:
         if side == "input" and path and len(block.spec.residual) == 1:
             module = block.module.get_submodule(path)
             if (norm := _rms_norm(module)) is not None:
-                yield FusedModule(module, _pair(norm, module.weight, block), block)
+                yield FusedModule(module, _pair(norm, module, block), block)
 
 
-def _pair(norm: PatchedRMSNorm, weight: Any, block: AttachedBlock) -> Callable[[Tensor], Tensor]:
+def _pair(norm: PatchedRMSNorm, module: Any, block: AttachedBlock) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
         on_norm_pair = block.on_norm_pair
         if on_norm_pair is None:
             return norm.in_one_launch(x)
         pair = ops.norm_pair(
             x.reshape(-1, x.shape[-1]),
-            weight,
+            module.weight,
             norm.eps,
             scale_offset=norm.scale_offset,
             cast_first=norm.cast_first,

@@ -259,36 +259,27 @@ def decoding_method(
 ) -> Callable[..., Any]:
     """See :meth:`icl_patch.ContextPatcher.decoding_method`."""
 
-    def decode(
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        generation_config: GenerationConfig,
-        **others: Any,
-    ) -> Any:
+    def decode(model: PreTrainedModel, input_ids: Tensor, **others: Any) -> Any:
         if model is not plans.attached.model:
             raise ValueError(
                 "expected the model that the patcher is attached to, got another"
                 f" {type(model).__name__}"
             )
         plans.attached.require_attached()
-        asked = [
-            name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")
-        ]
+        config = others["generation_config"]
+        in_dict = config.return_dict_in_generate
         outputs: dict[str, Any] = {
-            name: () for name in asked if generation_config.return_dict_in_generate
+            name: ()
+            for name in ("scores", "logits")
+            if in_dict and getattr(config, f"output_{name}")
         }
         sequences = [input_ids]
-        others["generation_config"] = generation_config
         for step in _steps(plans, mode, compilers, streamer, model, input_ids, **others):
             sequences.append(step.token_ids.unsqueeze(1))
             for name in outputs:
                 outputs[name] += (getattr(step, name).float(),)
-        outputs["sequences"] = torch.cat(sequences, 1)
-        return (
-            GenerateDecoderOnlyOutput(**outputs)
-            if generation_config.return_dict_in_generate
-            else outputs["sequences"]
-        )
+        found: Any = torch.cat(sequences, 1)
+        return GenerateDecoderOnlyOutput(sequences=found, **outputs) if in_dict else found
 
     return decode
 

@@ -74,8 +74,6 @@ class StepPlans:
         attached, exact = self.attached, self.attached.update == "exact"
         if mode not in MODES:
             raise ValueError(f"expected mode {', '.join(MODES)}, got {mode!r}")
-        asked = "compile" if compile else f"mode={mode!r}"
-        wants_one = compile or mode not in (AUTO, TWO_PASS)
         attached.watch_hooks()
         if mode == DecodeMode.TWO_STREAM.value and exact:
             raise ValueError(
@@ -87,15 +85,24 @@ class StepPlans:
                 "expected mode 'auto' or one of one pass with compile, got 'two_pass', which runs"
                 " the unmodified model's own steps"
             )
-        if attached.steps_take_two_passes and not exact and wants_one:
+        takes_two = attached.steps_take_two_passes and not exact
+        if takes_two and (compile or mode not in (AUTO, TWO_PASS)):
+            asked = "compile" if compile else f"mode={mode!r}"
             raise ValueError(
                 f"expected an update of one pass with {asked}, {attached.update!r} takes two passes"
                 " on this model"
             )
-        if mode == TWO_PASS or (attached.steps_take_two_passes and not exact):
-            return None
+        # where rounding decides a token's experts, the streams' rows had better be in one batch
+        shared = not takes_two and (exact or not attached.has_ties)
+        fastest_first = {
+            DecodeMode.SHARED_CACHE: shared,
+            DecodeMode.TWO_STREAM: not takes_two and not exact,
+            DecodeMode.TWO_PASS: not compile,
+        }
         reason: UnsupportedModelError | None = None
-        for tried in self._fastest_first() if mode == AUTO else [DecodeMode(mode)]:
+        for tried, allowed in fastest_first.items():
+            if not (allowed if mode == AUTO else mode == tried.value):
+                continue
             try:
                 plan = self.of(tried)
             except UnsupportedModelError as error:
@@ -105,17 +112,7 @@ class StepPlans:
                 self._warn_slower(tried, reason)
             return plan
         assert reason is not None
-        if wants_one:
-            raise reason
-        self._warn_slower(DecodeMode.TWO_PASS, reason)
-        return None
-
-    def _fastest_first(self) -> list[DecodeMode]:
-        if self.attached.update == "exact":
-            return [DecodeMode.SHARED_CACHE]
-        # where rounding decides a token's experts, the streams' rows had better be in one batch
-        ties = self.attached.has_ties
-        return [*([] if ties else [DecodeMode.SHARED_CACHE]), DecodeMode.TWO_STREAM]
+        raise reason
 
     def _warn_slower(self, mode: DecodeMode, reason: UnsupportedModelError) -> None:
         if str(reason) in self._warned:

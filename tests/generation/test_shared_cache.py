@@ -159,34 +159,6 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
         assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
 
 
-def test_a_forward_that_is_put_there_later() -> None:
-    """Is run, and is there afterwards."""
-    model = build("llama")
-    block = model.model.layers[0]
-    with ContextPatcher(model, "stable") as patcher:
-        before = [
-            step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)
-        ]
-        given = block.forward = lambda *args, **kwargs: (
-            2 * type(block).forward(block, *args, **kwargs)
-        )
-        for mode in ("shared_cache", "two_stream"):
-            with pytest.raises(UnsupportedModelError, match=r"hooks.*some on model\.layers\.0$"):
-                patcher.generate(IDS, max_new_tokens=2, mode=mode)
-        with pytest.warns(SlowerStepsWarning, match="in two passes"):
-            steps = list(patcher.generate(IDS, max_new_tokens=2, eos_token_id=None))
-        assert {step.mode for step in steps} == {"two_pass"}
-        assert block.forward is given
-        assert metrics.linf(steps[0].logits, before[0]).max() > 0.01
-        with torch.no_grad():
-            assert metrics.linf(steps[0].logits, model(IDS).logits[:, -1]).max() <= noise_limit(
-                model
-            )
-        del block.forward
-        again = [step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)]
-    assert all(torch.equal(x, y) for x, y in zip(before, again, strict=True))
-
-
 def test_something_between_attention_and_its_projection_is_refused() -> None:
     model = build("llama")
     attention = model.model.layers[2].self_attn
