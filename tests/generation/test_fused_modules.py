@@ -271,16 +271,19 @@ def test_what_is_another_function_of_large_and_of_small_numbers_is_left_alone(
         assert Counter(map(kind, found(patcher))) == count_of(LAYERS - 1, LAYERS, LAYERS - 3)
 
 
-def test_a_child_that_is_replaced_later() -> None:
+@pytest.mark.parametrize("part", ["activation", "weight of a norm"])
+def test_a_part_that_is_replaced_later(part: str) -> None:
     model = tiny_models.build("llama")
-    ids, settings = (
-        tokens(0, 2, 6) % tiny_models.VOCABULARY,
-        {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None},
-    )
+    ids = tokens(0, 2, 6) % tiny_models.VOCABULARY
+    settings: dict = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
     with ContextPatcher(model, "stable") as patcher:
         list(patcher.generate(ids, **settings))
         for layer in model.model.layers:
-            layer.mlp.act_fn = torch.nn.ReLU()
+            if part == "activation":
+                layer.mlp.act_fn = torch.nn.ReLU()
+            else:
+                norm = layer.post_attention_layernorm
+                norm.weight = nn.Parameter(1.5 * norm.weight.detach())
         expected = model.generate(
             ids, output_logits=True, return_dict_in_generate=True, **settings
         ).logits
