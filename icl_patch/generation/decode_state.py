@@ -145,10 +145,6 @@ class DecodeState:
         self.ids[:, self.inputs.length] = token_ids
         self.inputs.advance(token_ids)
 
-    def keep_live(self, live: Tensor) -> None:
-        """Note the rows that still generate, (B,) bool."""
-        self.live = live.unsqueeze(1)
-
     @property
     def tokens(self) -> Tensor:
         """(B, S), the context so far, including the current token."""

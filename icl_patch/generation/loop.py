@@ -362,7 +362,7 @@ def _loop(
                 token_ids, result.logits, scores, live, ended, state.mode.value, result.make_patch
             )
             live = ~ended
-            state.keep_live(live)
+            state.live = live.unsqueeze(1)
     finally:
         if release is not None:
             release()
