@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
+from icl_patch.generation.compiled_step import CompileOptions
 from icl_patch.generation.plans import StepPlans
 from icl_patch.models.language_model import check_length
 from icl_patch.models.prompts import Question
@@ -398,7 +399,7 @@ class ContextPatcher:
                 experts in bf16 and fp16 take two streams, because replays of a shared cache may
                 choose other experts there. ``GenerationStep.mode`` says how a step ran.
             compile: ``"inductor"`` (or True): trace the step once and compile it, which takes
-                seconds to minutes at the first two tokens. ``"cuda_graph"``: capture it as a CUDA
+                seconds to minutes at the first token. ``"cuda_graph"``: capture it as a CUDA
                 graph; a step's patch must then be read before the next step.
                 ``"inductor+cuda_graph"``: both. The step is kept: another generation of as many
                 rows and about as many tokens
@@ -420,17 +421,24 @@ class ContextPatcher:
 
         Raises:
             UnsupportedModelError: ``mode`` or ``compile`` does not cover this model, or its forward
-                hooks; or it got some after the first step and cannot go on in two passes.
+                hooks; or it got some after the first step.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
         self.attached_model.attachment.check_outside()
         mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
-        options = loop.Options(mode, compile)
+        compilers = CompileOptions.of(compile)
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(
-            self.plans, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
+            self.plans,
+            context_ids,
+            context_mask,
+            max_new_tokens,
+            streamer,
+            mode,
+            compilers,
+            **arguments,
         )
 
     def ask(
@@ -498,4 +506,4 @@ class ContextPatcher:
         :meth:`generate`.
         """
         mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
-        return loop.decoding_method(self.plans, streamer, loop.Options(mode, compile))
+        return loop.decoding_method(self.plans, streamer, mode, CompileOptions.of(compile))

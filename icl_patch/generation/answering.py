@@ -54,8 +54,8 @@ def answer(
         ids.to(input_device(attached.model)) for ids in split_ids(attached.tokenizer, asked)
     )
     prompt = torch.cat([context_ids, question_ids], 1)
-    options = loop.Options("two_pass")  # as the patch below is computed
-    steps = loop.generate(plans, prompt, None, max_new_tokens, None, options, **arguments)
+    # in two passes, as the patch below is computed
+    steps = loop.generate(plans, prompt, None, max_new_tokens, None, "two_pass", **arguments)
     token_ids = torch.stack([step.token_ids for step in steps], 1)
     if len(token_ids) != 1:
         raise ValueError(f"expected one answer, got num_return_sequences={len(token_ids)}")

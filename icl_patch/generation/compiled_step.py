@@ -57,6 +57,9 @@ class CompileOptions:
         return self.inductor or self.cuda_graph
 
 
+EAGER = CompileOptions()
+
+
 class CompiledStep:
     """A step ``run`` on buffers of its own, ``inputs``, for one number of rows and tokens.
 

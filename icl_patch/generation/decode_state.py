@@ -140,22 +140,10 @@ class DecodeState:
         """The number of steps taken."""
         return 1 + self.inputs.length - self.context_mask.shape[1]
 
-    @property
-    def takes_hooks(self) -> bool:
-        """Whether the next step can run in two passes, which forward hooks need: the cache has a
-        row for each row of the context.
-        """
-        one_row = self.mode is not DecodeMode.TWO_STREAM
-        return one_row and not self.inputs.cache.is_compileable
-
     def advance(self, token_ids: Tensor) -> None:
         """Make ``token_ids`` (B,) the current token; the one before joins the context."""
         self.ids[:, self.inputs.length] = token_ids
         self.inputs.advance(token_ids)
-
-    def keep_live(self, live: Tensor) -> None:
-        """Note the rows that still generate, (B,) bool."""
-        self.live = live.unsqueeze(1)
 
     @property
     def tokens(self) -> Tensor:
@@ -173,22 +161,6 @@ def sequences_of(ids: Tensor, context_mask: Tensor, media: MediaPositions | None
     """
     mask = F.pad(context_mask, (0, ids.shape[1] - context_mask.shape[1]), value=True)
     return replace(absorb_all_but_last(ids, mask), media=media)
-
-
-def new_step_inputs(cache: Cache, past: Tensor, positions: Tensor, capacity: int) -> StepInputs:
-    """The inputs of the steps after the tokens in the cache, ``past`` (rows, S) bool; the first
-    step's token has ``positions`` (rows, 1).
-    """
-    past = past.long()
-    rows, width = past.shape
-    return StepInputs(
-        current=past.new_zeros(rows, 1),
-        positions=positions - 1,
-        mask=F.pad(past, (0, capacity - width)),
-        cache=cache,
-        slot=None,
-        length=width,
-    )
 
 
 def maybe_infeasible(diagnostics: list[BlockDiagnostics], like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
@@ -17,8 +18,8 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_state import (
     DecodeMode,
     DecodeState,
+    StepInputs,
     StepOutput,
-    new_step_inputs,
     sequences_of,
 )
 from icl_patch.generation.one_pass import OnePass
@@ -45,12 +46,10 @@ class DecodeResult:
     Attributes:
         logits: (B, V) of the reduced stream.
         make_patch: assembles the patch from the factors that the step left, when it is called.
-        mode: how the step ran.
     """
 
     logits: Tensor
     make_patch: Callable[[], ContextPatch]
-    mode: DecodeMode
 
 
 @one_pass
@@ -99,7 +98,15 @@ def prefill(
     cache = fill(sequences)
     streams = 2 if mode is DecodeMode.TWO_STREAM else 1
     past, first = (x.repeat(streams, 1) for x in (context_mask, sequences.positions[:, -1:]))
-    inputs = new_step_inputs(cache, past[:, :-1], first, capacity)
+    past = past[:, :-1].long()
+    inputs = StepInputs(
+        current=torch.zeros_like(first),
+        positions=first - 1,
+        mask=F.pad(past, (0, capacity - past.shape[1])),
+        cache=cache,
+        slot=None,
+        length=past.shape[1],
+    )
     ids = context_ids.new_zeros(batch, capacity)
     ids[:, : width - 1] = context_ids[:, :-1]
     return DecodeState(
@@ -143,8 +150,7 @@ def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     attached = state.attached
     attached.require_attached()
-    hooked = () if state.run is None else attached.hooks.current()
-    if hooked and not state.takes_hooks:
+    if state.run is not None and (hooked := attached.hooks.current()):
         raise UnsupportedModelError(
             "expected the model without forward hooks, as at the first step, it has got some"
             f" on {paths_of(hooked)}: generate again, with mode='two_pass'"
@@ -152,7 +158,7 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     state.advance(token_ids)
     if state.switches_factors and state.steps > 1:
         _refill(state)
-    if state.run is None or hooked:
+    if state.run is None:
         return _two_passes(state)
     output = state.run()
     # the step's only synchronisation with the device
@@ -161,7 +167,7 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
         missed = output.misses is not None and bool((output.misses * state.live.T).any())
         if attached.ranks.any(missed):
             return _closed_again(state, output)
-    return DecodeResult(output.logits, _DeferredPatch(state, output), state.mode)
+    return DecodeResult(output.logits, _deferred_patch(state, output))
 
 
 def _check_feasible(state: DecodeState, output: StepOutput) -> None:
@@ -184,7 +190,7 @@ def _refill(state: DecodeState) -> None:
 def _two_passes(state: DecodeState) -> DecodeResult:
     computation = state.attached.compute_from(state.inputs.cache, state.sequences(), state.live)
     patch = computation.patch
-    return DecodeResult(computation.reduced_logits[:, -1], lambda: patch, DecodeMode.TWO_PASS)
+    return DecodeResult(computation.reduced_logits[:, -1], lambda: patch)
 
 
 def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
@@ -198,57 +204,57 @@ def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
     assert output.activations is not None
     computation = close_on(attached, output.activations, patch, attached.update, state.live)
     patch = computation.patch
-    return DecodeResult(computation.reduced_logits[:, -1], lambda: patch, state.mode)
+    return DecodeResult(computation.reduced_logits[:, -1], lambda: patch)
 
 
-class _DeferredPatch:
-    """Makes the patch of one step when it is called: later, when the state has moved on."""
-
-    def __init__(self, state: DecodeState, output: StepOutput) -> None:
-        self.attached, self.fingerprint = state.attached, state.fingerprint
-        self.ids, self.context_mask, self.live = state.tokens, state.context_mask, state.live
-        self.media = state.media
-        self.output = replace(output, activations=None)  # which only a miss needs
-        self.blocks = tuple(self.attached.blocks)  # also if it is detached by then
+def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:
+    """Makes the patch of a step when it is called: later, when the state has moved on."""
+    attached, fingerprint = state.attached, state.fingerprint
+    ids, context_mask, live, media = state.tokens, state.context_mask, state.live, state.media
+    output = replace(output, activations=None)  # which only a miss needs
+    blocks = tuple(attached.blocks)  # also if it is detached by then
 
     @torch.no_grad()
-    def __call__(self) -> ContextPatch:
-        output = self.output
+    def make() -> ContextPatch:
         if output.is_overwritten is not None and output.is_overwritten():
             raise ValueError(
                 "expected a patch of a CUDA graph's step to be asked for before the next step"
             )
-        factors = zip(self.blocks, output.factors, strict=True)
-        layers = tuple(self._of_live_rows(block, layer) for block, layer in factors)
-        resolved = [diagnostics.resolve(self.live) for diagnostics in output.diagnostics]
+        layers = tuple(
+            _of_live_rows(block, layer, live, copy=output.is_overwritten is not None)
+            for block, layer in zip(blocks, output.factors, strict=True)
+        )
+        resolved = [diagnostics.resolve(live) for diagnostics in output.diagnostics]
         exact = output.misses is not None  # both streams have the same logits
         logits = output.logits.unsqueeze(1) if exact else None
         arithmetic = BATCH_INVARIANT if exact else MODEL
-        sequences = sequences_of(self.ids, self.context_mask, self.media)
-        patch = self.attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
-        if patch.info.fingerprint != self.fingerprint:
+        sequences = sequences_of(ids, context_mask, media)
+        patch = attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
+        if patch.info.fingerprint != fingerprint:
             raise ValueError(
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        device = self.live.device
-        report = report_of_all(self.attached, [resolved], device)
-        layers = layers_of_all(self.attached, layers, device)
+        report = report_of_all(attached, [resolved], live.device)
+        layers = layers_of_all(attached, layers, live.device)
         return replace(patch, layers=layers, report=report, logits=logits)
 
-    def _of_live_rows(self, block: AttachedBlock, layer: Factors) -> Factors:
-        """A block's factors and its norms' scales; rows that had ended have no change."""
-        scales = scales_of(block, layer)
-        if self.output.is_overwritten is None and self.live.all():
-            return layer | scales
-        factors: Factors = {}
-        for name, factor in layer.items():
-            if not factor.is_floating_point():  # the indices of the active experts
-                factors[name] = factor.clone()
-                continue
-            zero = torch.zeros((), device=factor.device)
-            unchanged = scales.get(name.replace(".new_scale", ".scale"), zero).to(factor.dtype)
-            live = self.live.to(factor.device)
-            live = live.reshape(*live.shape, *[1] * (factor.dim() - 2))
-            factors[name] = torch.where(live, factor, unchanged)
-        return factors | scales
+    return make
+
+
+def _of_live_rows(block: AttachedBlock, layer: Factors, live: Tensor, *, copy: bool) -> Factors:
+    """A block's factors and its norms' scales; rows that had ended have no change."""
+    scales = scales_of(block, layer)
+    if not copy and live.all():
+        return layer | scales
+    factors: Factors = {}
+    for name, factor in layer.items():
+        if not factor.is_floating_point():  # the indices of the active experts
+            factors[name] = factor.clone()
+            continue
+        zero = torch.zeros((), device=factor.device)
+        unchanged = scales.get(name.replace(".new_scale", ".scale"), zero).to(factor.dtype)
+        rows = live.to(factor.device)
+        rows = rows.reshape(*rows.shape, *[1] * (factor.dim() - 2))
+        factors[name] = torch.where(rows, factor, unchanged)
+    return factors | scales

@@ -48,7 +48,7 @@ def keep_rounding(module: fx.GraphModule, free: Iterable[fx.Node]) -> None:
         if node.target is _aten.pow.Tensor_Scalar and node.args[1] == 2:
             node.target, node.args = _aten.mul.Tensor, (node.args[0], node.args[0])
         elif not _has_same_bits(node, node.target):
-            node.target = _hidden(node.target, _numbers(node, node.target))
+            node.target = _hidden(_for_numbers(node, node.target))
     module.recompile()
 
 
@@ -76,27 +76,25 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point()
 
 
-def _numbers(node: fx.Node, operator: OpOverload) -> tuple[str, ...]:
-    """The names of the operator's tensors for which the node has numbers."""
-    return tuple(
-        argument.name
-        for argument, given in zip(operator._schema.arguments, node.args, strict=False)
-        if isinstance(given, int | float) and str(argument.type) == "Tensor"
+def _for_numbers(node: fx.Node, operator: OpOverload) -> OpOverload:
+    """The operator's overload for the node's arguments: torch makes a tensor of a number for its
+    own operators alone.
+    """
+    pairs = zip(operator._schema.arguments, node.args, strict=False)
+    if not any(isinstance(x, int | float) and str(of.type) == "Tensor" for of, x in pairs):
+        return operator
+    overload: OpOverload = getattr(
+        operator.overloadpacket, operator._overloadname.replace("Tensor", "Scalar")
     )
+    return overload
 
 
 @cache
-def _hidden(operator: OpOverload, numbers: tuple[str, ...]) -> OpOverload:
-    """An operator that runs ``operator``, and whose name no compiler knows.
-
-    numbers: tensors for which it gets numbers. Torch makes a tensor of such a number for its own
-        operators alone.
-    """
+def _hidden(operator: OpOverload) -> OpOverload:
+    """An operator that runs ``operator``, and whose name no compiler knows."""
     schema = str(operator._schema)
     schema = schema[schema.index("(") :]
-    for name in numbers:
-        schema = schema.replace(f"Tensor {name}", f"Scalar {name}")
-    name = "_".join((operator._opname, operator._overloadname, *numbers))
+    name = f"{operator._opname}_{operator._overloadname}"
     qualified = f"{_NAMESPACE}::{name}"
     torch.library.define(qualified, schema)
     torch.library.impl(qualified, "CompositeExplicitAutograd")(operator)

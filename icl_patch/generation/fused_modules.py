@@ -4,8 +4,7 @@ A module is tried on random rows: if one of our ops gives the same output, it ta
 place. No table lists classes.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,109 +26,40 @@ _SCALES = (1.0, 30.0, 1000.0)
 
 
 @dataclass(frozen=True)
-class _Fused(ABC):
-    """A module's forward in fewer launches for a call with one input; other calls run the module's
-    own forward.
+class FusedModule:
+    """A module's forward in fewer launches, ``run``, for a call with one input; other calls run the
+    module's own forward.
+
+    block: the block whose recorder gets its input from this norm before its MLP; None for others.
     """
 
     module: Any
+    run: Callable[[Tensor], Tensor]
+    block: AttachedBlock | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
         if len(args) == 1 and not kwargs:
             return self.run(args[0])
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    @abstractmethod
-    def run(self, x: Tensor) -> Tensor:
-        """The module's output."""
 
-
-@dataclass(frozen=True)
-class _Norm(_Fused):
-    """An RMSNorm in one launch."""
-
-    patched: PatchedRMSNorm  # the same norm, which knows how it applies its scale
-
-    def run(self, x: Tensor) -> Tensor:
-        return self.patched.in_one_launch(x)
-
-
-@dataclass(frozen=True)
-class _NormBefore(_Norm):
-    """The norm before a block's MLP, which also gives the block's recorder its delta and its
-    readers' direction.
-    """
-
-    block: AttachedBlock
-
-    def run(self, x: Tensor) -> Tensor:
-        on_norm_pair = self.block.on_norm_pair
-        if on_norm_pair is None:
-            return super().run(x)
-        pair = ops.norm_pair(
-            x.reshape(-1, x.shape[-1]),
-            self.module.weight,
-            self.patched.eps,
-            scale_offset=self.patched.scale_offset,
-            cast_first=self.patched.cast_first,
-        )
-        on_norm_pair(pair)
-        return pair.z_pair.reshape(x.shape)
-
-
-@dataclass(frozen=True)
-class _Gated(_Fused):
-    """An MLP ``down(act(gate(x)) ⊙ up(x))``; gate and up may be the halves of one matrix.
-
-    swapped: whether the gate is the second reader or half.
-    """
-
-    readers: tuple[nn.Module, ...]
-    down: nn.Module
-    activation: str
-    swapped: bool
-
-    def run(self, x: Tensor) -> Tensor:
-        # Both streams (2, B, 1, d) of a shared cache go through the MLP as rows.
-        z = rows_of(x) if x.dim() > 3 else x
-        halves = (
-            [reader(z) for reader in self.readers]
-            if len(self.readers) == 2
-            else self.readers[0](z).chunk(2, -1)
-        )
-        gate, up = halves[::-1] if self.swapped else halves
-        h = ops.gated_product(rows_of(gate), rows_of(up), self.activation)
-        out: Tensor = self.down(like_rows_of(gate, h))
-        return out if z is x else like_rows_of(x, out)
-
-
-class FusedModules:
-    """The modules of a model that our ops can run.
+@torch.no_grad()
+def fused_modules(model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> list[FusedModule]:
+    """The norms and gated MLPs of an attached model that our ops can run.
 
     Args:
-        model: the attached model. blocks: its blocks, with their patched modules off.
+        model: the model. blocks: its blocks, with their patched modules off.
     """
-
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
-        with torch.no_grad():
-            self._found: list[_Fused] = [*_norms_before(blocks), *_gated(blocks)]
-            seen = {id(found.module) for found in self._found}
-            self._found += [
-                norm
-                for norm in map(_norm, model.modules())
-                if norm is not None and id(norm.module) not in seen
-            ]
-
-    def forwards(self) -> list[tuple[nn.Module, Forward]]:
-        """The modules, each with the function that runs in place of its forward."""
-        return [(found.module, found) for found in self._found]
-
-    def blocks_with_norm_input(self) -> set[AttachedBlock]:
-        """Blocks whose recorder gets its input from the fused pre-MLP norm."""
-        return {found.block for found in self._found if isinstance(found, _NormBefore)}
+    found = [*_norms_before(blocks), *_gated(blocks)]
+    seen = {fused.module for fused in found}
+    for module in model.modules():
+        if module not in seen and (norm := _rms_norm(module)) is not None:
+            found.append(FusedModule(module, norm.in_one_launch))
+    return found
 
 
-def _norm(module: nn.Module) -> _Norm | None:
+def _rms_norm(module: nn.Module) -> PatchedRMSNorm | None:
     """A module as an RMSNorm with a scale of ``w`` or ``1 + w``, if it is one."""
     weight = getattr(module, "weight", None)
     if (
@@ -137,12 +67,10 @@ def _norm(module: nn.Module) -> _Norm | None:
         or not isinstance(weight, nn.Parameter)
         or weight.dim() != 1
         or not untouched(module)
+        or not (hasattr(module, "eps") or hasattr(module, "variance_epsilon"))
+        # the classes of transformers compute in fp32 even so, our op does not
+        or weight.dtype == torch.float64
     ):
-        return None
-    if not hasattr(module, "eps") and not hasattr(module, "variance_epsilon"):
-        return None
-    # the classes of transformers compute in fp32 even so, our op does not
-    if weight.dtype == torch.float64:
         return None
     x = _trial(len(weight), weight, 1e-3)  # where eps shows
     try:
@@ -151,42 +79,73 @@ def _norm(module: nn.Module) -> _Norm | None:
         return None
     if form is None:
         return None
-    return _Norm(module, PatchedRMSNorm(module, scale_offset=form[0], cast_first=form[1]))
+    return PatchedRMSNorm(module, scale_offset=form[0], cast_first=form[1])
 
 
-def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[_NormBefore]:
+def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[FusedModule]:
+    """The norms before the MLPs, which also give the blocks' recorders their delta and their
+    readers' direction.
+    """
     for block in blocks:
         side, _, path = block.spec.residual[0].partition(" of ")
-        norm = (
-            _norm(block.module.get_submodule(path))
-            if side == "input" and path and len(block.spec.residual) == 1
-            else None
+        if side == "input" and path and len(block.spec.residual) == 1:
+            module = block.module.get_submodule(path)
+            if (norm := _rms_norm(module)) is not None:
+                yield FusedModule(module, _pair(norm, module, block), block)
+
+
+def _pair(norm: PatchedRMSNorm, module: Any, block: AttachedBlock) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        on_norm_pair = block.on_norm_pair
+        if on_norm_pair is None:
+            return norm.in_one_launch(x)
+        pair = ops.norm_pair(
+            x.reshape(-1, x.shape[-1]),
+            module.weight,
+            norm.eps,
+            scale_offset=norm.scale_offset,
+            cast_first=norm.cast_first,
         )
-        if norm is not None:
-            yield _NormBefore(norm.module, norm.patched, block)
+        on_norm_pair(pair)
+        return pair.z_pair.reshape(x.shape)
+
+    return run
 
 
-def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[_Gated]:
+def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[FusedModule]:
+    """MLPs ``down(act(gate(x)) ⊙ up(x))``; gate and up may be the halves of one matrix."""
     for block in blocks:
         parent = str(block.spec.down).rpartition(".")[0]
         if block.down is None or block.experts is not None or not parent:
             continue
         module = block.module.get_submodule(parent)
         children = [child for child in module.children() if child is not block.down]
-        readers = tuple(child for child in children if isinstance(child, (PatchedLinear, *LINEAR)))
+        readers = [child for child in children if isinstance(child, (PatchedLinear, *LINEAR))]
         others = [child for child in children if child not in readers]
-        activation = (
-            _activation(others[0])
-            if len(others) == 1 and len(readers) in (1, 2) and untouched(module)
-            else None
-        )
-        if activation is None:
+        if len(others) != 1 or len(readers) not in (1, 2) or not untouched(module):
+            continue
+        if (activation := _activation(others[0])) is None:
             continue
         x = _trial(_width(readers[0]), next(module.parameters()))
-        found = (
-            _Gated(module, readers, block.down, activation, swapped) for swapped in (False, True)
-        )
-        yield from (gated for gated in found if _same(gated, module, x))
+        for order in (1, -1):  # whether the gate is the first or the second reader or half
+            run = _gated_product(readers, block.down, activation, order)
+            if _same(run, module, x):
+                yield FusedModule(module, run)
+
+
+def _gated_product(
+    readers: Sequence[nn.Module], down: nn.Module, activation: str, order: int
+) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        # Both streams (2, B, 1, d) of a shared cache go through the MLP as rows.
+        z = rows_of(x) if x.dim() > 3 else x
+        halves = [reader(z) for reader in readers]
+        gate, up = (halves if len(halves) == 2 else halves[0].chunk(2, -1))[::order]
+        h = ops.gated_product(rows_of(gate), rows_of(up), activation)
+        out: Tensor = down(like_rows_of(gate, h))
+        return out if z is x else like_rows_of(x, out)
+
+    return run
 
 
 def _width(reader: Any) -> int:

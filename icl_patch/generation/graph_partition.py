@@ -2,8 +2,7 @@
 
 The blocks of a model are alike, and so are most regions: each kind of region is compiled once,
 however many blocks there are. With 12 blocks this took 56 % of the time for the whole graph.
-The cuts cost no fusion, because the compiler fuses nothing with a product. Values that every block
-computes, such as a mask, are computed once, in the first region.
+The cuts cost no fusion, because the compiler fuses nothing with a product.
 """
 
 import operator
@@ -13,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.split_module import split_module
 
 from icl_patch.generation.eager_operators import keep_rounding
@@ -72,27 +72,28 @@ def in_regions(
         eager_rounding: whether the outputs have the bits of the graph's operators, run one by one.
         free: numbers of the outputs whose bits do not matter even so.
     """
-    tidy(module)
+    # Each block selects its own part of a tensor for all blocks: select where the tensor is
+    # computed, because the indices would make the blocks differ.
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.select.int):
+        if node.args[0].op != "get_attr":
+            node.args[0].append(node)
     if eager_rounding:
         outputs: Any = module.graph.output_node().args[0]
         keep_rounding(module, [outputs[number] for number in free])
+    # gives each node a tensor without numbers, whose storage shows which are one memory
+    FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate()
     nodes = list(module.graph.nodes)
     ends = _ends(module, nodes[:-1], blocks)
     region = {node: bisect_right(ends, place) for place, node in enumerate(nodes)}
-    for node, place in _storages(module)[0].items():  # the inputs of a region keep them
-        tensor = _tensor(module, node)
-        node.meta["like"] = tensor if isinstance(tensor, Tensor) else node.meta.get("val")
-        node.meta["storage"] = place
     # The nodes get names by their operators and places, so that equal regions have equal texts.
     split = split_module(module, module, region.__getitem__, keep_original_input_name=False)
     kinds: dict[str, _Kind] = {}
     for call in split.graph.find_nodes(op="call_module"):
         name = str(call.target)
         part = getattr(split, name)
-        given = part.graph.find_nodes(op="placeholder")
-        like = [x.meta["like"] for x in given]
+        like = [x.meta["val"] for x in part.graph.find_nodes(op="placeholder")]
         # The compiler relies on which inputs are one memory.
-        places = [x.meta["storage"] for x in given]
+        places = [x.untyped_storage()._cdata for x in like]
         memory = [places.index(place) for place in places]
         kind = f"{part.graph} {[(x.shape, x.stride(), x.dtype, x.device) for x in like]} {memory}"
         delattr(split, name)
@@ -100,82 +101,6 @@ def in_regions(
     # a module looks for its tensors in its own dictionary first
     vars(split).update({**split._parameters, **split._buffers})
     return split
-
-
-def tidy(module: fx.GraphModule) -> None:
-    """Make the regions of equal blocks equal: compute a value of several blocks once."""
-    graph = module.graph
-    storage, written = _storages(module)
-    for node in list(graph.nodes):
-        # Each block selects its own part of a tensor for all blocks: select where the tensor is
-        # computed, because the indices would make the blocks differ.
-        if (
-            node.target is torch.ops.aten.select.int
-            and node.args[0].op != "get_attr"
-            and storage[node] not in written
-        ):
-            node.args[0].append(node)
-    first: dict[str, fx.Node] = {}
-    for node in list(graph.nodes):
-        touched = {storage[x] for x in (node, *node.all_input_nodes)}
-        if node.op == "get_attr" or (_is_function(node) and not touched & written):
-            other = first.setdefault(f"{node.op} {node.target} {node.args} {node.kwargs}", node)
-            if other is not node:
-                node.replace_all_uses_with(other)
-                graph.erase_node(node)
-    # Compute a constant where it is used, or the first block that uses it would differ.
-    for node in first.values():
-        if _is_function(node) and not node.all_input_nodes and node.meta["val"].numel() == 1:
-            for user in list(node.users)[1:]:
-                with graph.inserting_before(user):
-                    user.replace_input_with(node, graph.node_copy(node))
-    module.recompile()
-
-
-def _storages(module: fx.GraphModule) -> tuple[dict[fx.Node, Any], set[Any]]:
-    """The storage of each node's tensor, and the storages that the graph writes into."""
-    storage: dict[fx.Node, Any] = {}
-    written: set[Any] = set()
-    for node in module.graph.nodes:
-        storage[node] = node
-        if isinstance(tensor := _tensor(module, node), Tensor):
-            storage[node] = tensor.untyped_storage().data_ptr()
-        elif node.target is operator.getitem:
-            storage[node] = storage[node.args[0]]
-        for source, writes in _aliased(node):
-            storage[node] = storage[source]
-            if writes:
-                written.add(storage[source])
-    return storage, written
-
-
-def _is_function(node: fx.Node) -> bool:
-    """Whether the node's output depends on its inputs alone."""
-    if isinstance(node.target, OpOverload):
-        return torch.Tag.nondeterministic_seeded not in node.target.tags
-    return node.target is operator.getitem
-
-
-def _aliased(node: fx.Node) -> Iterable[tuple[fx.Node, bool]]:
-    """The inputs that the output shares memory with, each with whether it is written into."""
-    if not isinstance(node.target, OpOverload):
-        return
-    for number, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None:
-            sources = (
-                node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-            )
-            for x in sources if isinstance(sources, list | tuple) else [sources]:
-                if isinstance(x, fx.Node):
-                    yield x, argument.alias_info.is_write
-
-
-def _tensor(module: fx.GraphModule, x: Any) -> Any:
-    """The tensor that a node of the module stands for, or the argument itself."""
-    if isinstance(x, fx.Node) and x.op == "get_attr":
-        attribute = getattr(module, str(x.target))
-        return attribute if isinstance(attribute, Tensor) else x
-    return x
 
 
 def _ends(
@@ -191,9 +116,9 @@ def _ends(
     block_of: dict[fx.Node, int] = {}  # of weights and of their views
     last: dict[int, int] = {}
     for position, node in enumerate(nodes):
-        tensor = _tensor(module, node)
-        if isinstance(tensor, Tensor):
-            if (number := owner.get(tensor.data_ptr())) is not None:
+        if node.op == "get_attr":
+            number = owner.get(getattr(module, str(node.target)).data_ptr())
+            if number is not None:
                 block_of[node] = number
             continue
         used = {block_of[x] for x in node.all_input_nodes if x in block_of}

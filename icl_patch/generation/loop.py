@@ -9,7 +9,7 @@ processors, stopping criteria and streamers. The loop is an iterator of steps
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -26,10 +25,15 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch.generation.compiled_step import CompileOptions, check_compilable, use_compiled_step
-from icl_patch.generation.decode_state import DecodeMode, DecodeState
+from icl_patch.generation.compiled_step import (
+    EAGER,
+    CompileOptions,
+    check_compilable,
+    use_compiled_step,
+)
+from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.plans import MODES, StepPlans
+from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.replay_checks import ReplayChecks
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.models.forward import (
@@ -81,46 +85,6 @@ class GenerationStep:
         return self._make_patch()
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to generate, beside transformers' own configuration; see
-    :meth:`icl_patch.ContextPatcher.generate`.
-    """
-
-    mode: str = "auto"
-    compile: bool | str = False
-
-    @property
-    def compilers(self) -> CompileOptions:
-        """The compilers that ``compile`` names."""
-        return CompileOptions.of(self.compile)
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"expected mode {', '.join(MODES)}, got {self.mode!r}")
-        CompileOptions.of(self.compile)
-
-
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A prompt, ids and mask (B, C), with transformers' processors and criteria for it, and the
-    positions of images in it.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_inputs: dict[str, Any]
-    media: MediaPositions | None
-
-    @property
-    def capacity(self) -> int:
-        """The largest number of tokens, the prompt's included."""
-        return max(int(self.config.max_length), self.ids.shape[1] + 1)
-
-
 def mode_of(mode: str, arithmetic: str | None, update: str) -> str:
     """The mode that ``arithmetic``, an option of earlier versions, asks for; warns of it."""
     if arithmetic is None:
@@ -128,21 +92,19 @@ def mode_of(mode: str, arithmetic: str | None, update: str) -> str:
     if arithmetic not in _MODES_OF_ARITHMETIC:
         expected = ", ".join(map(repr, _MODES_OF_ARITHMETIC))
         raise ValueError(f"expected arithmetic {expected}, got {arithmetic!r}")
-    if update != "exact":
-        if arithmetic == BATCH_INVARIANT:
-            raise ValueError(
-                f"expected update 'exact' with arithmetic {arithmetic!r}, got {update!r}"
-            )
-        arithmetic = "auto"
-    wanted = _MODES_OF_ARITHMETIC[arithmetic]
+    if update != "exact" and arithmetic == BATCH_INVARIANT:
+        raise ValueError(f"expected update 'exact' with arithmetic {arithmetic!r}, got {update!r}")
+    wanted = _MODES_OF_ARITHMETIC[arithmetic] if update == "exact" else "auto"
     warnings.warn(
         f"arithmetic={arithmetic!r} is deprecated: say mode={wanted!r}",
         FutureWarning,
         stacklevel=3,
     )
-    if "auto" not in (mode, wanted) and mode != wanted:
+    if mode == "auto":
+        return wanted
+    if wanted not in ("auto", mode):
         raise ValueError(f"expected mode {wanted!r} with arithmetic {arithmetic!r}, got {mode!r}")
-    return wanted if mode == "auto" else mode
+    return mode
 
 
 # Arguments that transformers' generate adds to the model's inputs.
@@ -157,26 +119,23 @@ _GENERATE_ARGUMENTS = (
 )
 
 
-def _prepare(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    **model_kwargs: Any,
-) -> _Prepared:
-    """A decoding method for ``model.generate`` that only returns its arguments."""
-    way = str(generation_config.get_generation_mode().value)
+def _checked(
+    model: PreTrainedModel, ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> tuple[Tensor, MediaPositions | None, dict[str, Any]]:
+    """The mask (B, C) of a prompt that transformers has prepared, the positions of images in it and
+    further inputs of the model.
+    """
+    way = str(config.get_generation_mode().value)
     if way not in ("greedy_search", "sample"):
         raise ValueError(
             f"expected greedy search or sampling, got {way}: a patch belongs to one history, and"
             " to one token of it"
         )
     mask = model_kwargs.get("attention_mask")
-    mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     cache: Any = model_kwargs.get("past_key_values")
     if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
-        got = generation_config.cache_implementation or type(cache).__name__
+        got = config.cache_implementation or type(cache).__name__
         raise ValueError(f"expected a dynamic cache, got {got}: compile=True makes a static one")
     if cache is not None and cache.get_seq_length() != 0:
         raise ValueError(
@@ -189,21 +148,12 @@ def _prepare(
         if name not in _GENERATE_ARGUMENTS and value is not None
     }
     check_last_type(model, model_inputs)
+    check_context(ids, mask)
     positions = model_kwargs.get("position_ids")
     if needs_media_positions(model, model_inputs):
-        media = _media_positions(model, input_ids, mask, positions, model_inputs)
-    else:
-        media = None
-        _check_positions(positions, mask)
-    return _Prepared(
-        ids=input_ids,
-        mask=mask,
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        config=generation_config,
-        model_inputs=model_inputs,
-        media=media,
-    )
+        return mask, _media_positions(model, ids, mask, positions, model_inputs), model_inputs
+    _check_positions(positions, mask)
+    return mask, None, model_inputs
 
 
 def _media_positions(
@@ -244,17 +194,14 @@ def generate(
     context_mask: Tensor | None,
     max_new_tokens: int | None,
     streamer: BaseStreamer | None,
-    options: Options,
+    mode: str = "auto",
+    compilers: CompileOptions = EAGER,
     **arguments: Any,
 ) -> Iterator[GenerationStep]:
     """See :meth:`icl_patch.ContextPatcher.generate`; ``arguments`` are those of
     ``model.generate``.
     """
     plans.attached.require_attached()
-    if max_new_tokens is not None and max_new_tokens < 0:
-        raise ValueError(f"expected max_new_tokens ≥ 0, got {max_new_tokens}")
-    if "custom_generate" in arguments:
-        raise TypeError("expected decoding_method, got custom_generate")
     if arguments.get("assistant_model") is not None:
         raise ValueError(
             "expected no assistant_model: each token is generated with a patch of its own"
@@ -266,25 +213,20 @@ def generate(
     _add_stop_strings(arguments, plans.attached.tokenizer)
     ids, mask = check_context(context_ids, context_mask)
     media_positions(plans.attached.model, ids, mask, arguments)  # checks them
-    if max_new_tokens == 0:
-        if streamer is not None:
-            streamer.put(ids.cpu())
-            streamer.end()
-        return iter(())
     if max_new_tokens is None and _has_no_length(plans.attached.model, arguments):
         room = position_limit(plans.attached.model) - int(mask.sum(1).max())
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
     lengths = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     model: Any = plans.attached.model
-    prepared = model.generate(
+    steps: Iterator[GenerationStep] = model.generate(
         ids,
         attention_mask=mask.long(),
-        custom_generate=_prepare,
+        custom_generate=partial(_steps, plans, mode, compilers, streamer),
         streamer=streamer,
         **lengths,
         **arguments,
     )
-    return _steps(plans, prepared, options, streamer)
+    return steps
 
 
 def _add_stop_strings(arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -313,113 +255,99 @@ def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
 
 
 def decoding_method(
-    plans: StepPlans, streamer: BaseStreamer | None, options: Options
+    plans: StepPlans, streamer: BaseStreamer | None, mode: str, compilers: CompileOptions
 ) -> Callable[..., Any]:
     """See :meth:`icl_patch.ContextPatcher.decoding_method`."""
 
-    def decode(
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Any:
+    def decode(model: PreTrainedModel, input_ids: Tensor, **others: Any) -> Any:
         if model is not plans.attached.model:
             raise ValueError(
                 "expected the model that the patcher is attached to, got another"
                 f" {type(model).__name__}"
             )
         plans.attached.require_attached()
-        prepared = _prepare(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-        )
-        check_context(prepared.ids, prepared.mask)
-        asked = [
-            name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")
-        ]
+        config = others["generation_config"]
+        in_dict = config.return_dict_in_generate
         outputs: dict[str, Any] = {
-            name: () for name in asked if generation_config.return_dict_in_generate
+            name: ()
+            for name in ("scores", "logits")
+            if in_dict and getattr(config, f"output_{name}")
         }
         sequences = [input_ids]
-        for step in _steps(plans, prepared, options, streamer):
+        for step in _steps(plans, mode, compilers, streamer, model, input_ids, **others):
             sequences.append(step.token_ids.unsqueeze(1))
             for name in outputs:
                 outputs[name] += (getattr(step, name).float(),)
-        outputs["sequences"] = torch.cat(sequences, 1)
-        return (
-            GenerateDecoderOnlyOutput(**outputs)
-            if generation_config.return_dict_in_generate
-            else outputs["sequences"]
-        )
+        found: Any = torch.cat(sequences, 1)
+        return GenerateDecoderOnlyOutput(sequences=found, **outputs) if in_dict else found
 
     return decode
 
 
-@torch.inference_mode(False)  # the caches made here are written in place later
-def start(plans: StepPlans, prepared: _Prepared, options: Options) -> DecodeState:
-    """Put the context into a cache, ready for its last token."""
-    attached, compilers = plans.attached, options.compilers
-    longest, new = int(prepared.mask.sum(1).max()), prepared.capacity - prepared.ids.shape[1]
-    check_length(attached.model, longest, new)
-    if compilers.cuda_graph and not prepared.ids.is_cuda:
-        raise ValueError(
-            f"expected a CUDA device with compile={options.compile!r}, got {prepared.ids.device}"
-        )
-    if compilers:
-        check_compilable(attached, compilers)
-    plan = plans.choose(options.mode, compile=options.compile)
-    return prefill(
-        attached,
-        plan,
-        prepared.ids,
-        prepared.mask,
-        prepared.capacity,
-        reserve=not compilers,
-        media=prepared.media,
-        **prepared.model_inputs,
-    )
-
-
-def _steps(
-    plans: StepPlans, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
-) -> Iterator[GenerationStep]:
-    """The steps; everything before the first one has been done, and its errors raised."""
-    steps: Any = _loop(plans, prepared, options, streamer)
+def _steps(*arguments: Any, **prepared: Any) -> Iterator[GenerationStep]:
+    """The steps of :func:`_loop`; everything before the first one has been done, and its errors
+    raised.
+    """
+    steps: Any = _loop(*arguments, **prepared)
     next(steps)  # from here on the loop's `finally` runs, even if nobody takes a step
     return steps
 
 
 def _loop(
-    plans: StepPlans, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
+    plans: StepPlans,
+    mode: str,
+    compilers: CompileOptions,
+    streamer: BaseStreamer | None,
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    logits_processor: Any,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    **model_kwargs: Any,
 ) -> Iterator[GenerationStep | None]:
-    """The loop of transformers' ``_sample`` around our decode step; it yields None when it is ready
-    for the first step.
+    """The loop of transformers' ``_sample`` around our decode step, with the arguments of a
+    decoding method; it yields None when it is ready for the first step.
     """
-    config: Any = prepared.config
-    ranks = plans.attached.ranks
-    processors: Any = prepared.processors
-    token_ids = prepared.ids[:, -1]
-    checks = ReplayChecks(plans.attached.update == "exact")
-    ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
+    attached, config, token_ids = plans.attached, generation_config, ids[:, -1]
+    checks = ReplayChecks(attached.update == "exact")
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     live = torch.ones_like(token_ids, dtype=torch.bool)
     all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
     release = None
     try:
-        with plans.attached.attachment.one_pass(), checks.timed():
-            plans.attached.agree("the prompt", (prepared.ids, prepared.mask), options=options)
-            state = start(plans, prepared, options)
-            if options.compilers:
-                release = use_compiled_step(plans, state, options.compilers)
+        mask, media, model_inputs = _checked(model, ids, config, model_kwargs)
+        with attached.attachment.one_pass(), checks.timed():
+            attached.agree("the prompt", (ids, mask), options=(mode, compilers))
+            capacity = max(int(config.max_length), ids.shape[1] + 1)
+            check_length(model, int(mask.sum(1).max()), capacity - ids.shape[1])
+            if compilers.cuda_graph and not ids.is_cuda:
+                raise ValueError(
+                    f"expected a CUDA device with compile='cuda_graph', got {ids.device}"
+                )
+            if compilers:
+                check_compilable(attached, compilers)
+            state = prefill(
+                attached,
+                plans.choose(mode, compile=bool(compilers)),
+                ids,
+                mask,
+                capacity,
+                reserve=not compilers,
+                media=media,
+                **model_inputs,
+            )
+            if compilers:
+                release = use_compiled_step(plans, state, compilers)
         yield None
         while live.any():
             with checks.timed():
                 result = decode_one_token(state, token_ids)
                 checks.after(state, result)
             so_far = state.tokens
-            scores = processors(so_far, result.logits.to(torch.float32, copy=True))
+            scores = logits_processor(so_far, result.logits.to(torch.float32, copy=True))
             chosen = (
-                ranks.same(torch.multinomial(scores.softmax(-1), 1).squeeze(1))
+                attached.ranks.same(torch.multinomial(scores.softmax(-1), 1).squeeze(1))
                 if config.do_sample
                 else scores.argmax(-1)
             )
@@ -427,13 +355,14 @@ def _loop(
             longer = torch.cat([so_far, token_ids.unsqueeze(1)], 1)
             if all_scores is not None:
                 all_scores += (scores,)
-            ended = ~live | prepared.criteria(longer, all_scores)
+            ended = ~live | stopping_criteria(longer, all_scores)
             if streamer is not None:
                 streamer.put(token_ids.cpu())
-            mode, make_patch = result.mode.value, result.make_patch
-            yield GenerationStep(token_ids, result.logits, scores, live, ended, mode, make_patch)
+            yield GenerationStep(
+                token_ids, result.logits, scores, live, ended, state.mode.value, result.make_patch
+            )
             live = ~ended
-            state.keep_live(live)
+            state.live = live.unsqueeze(1)
     finally:
         if release is not None:
             release()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.generation.decode_state import DecodeMode, StepInputs, StepOutput, maybe_infeasible
-from icl_patch.generation.fused_modules import FusedModules
+from icl_patch.generation.fused_modules import FusedModule, fused_modules
 from icl_patch.generation.shared_cache import SharedCacheStreams, attending
 from icl_patch.invariance.arithmetic import InvariantModules
 from icl_patch.models.attention_mask import OneToken, restricted_attention
@@ -42,7 +42,7 @@ class OnePass:
 
     Attributes:
         streams: how they share it; None if each has its own rows in the cache.
-        fused: the norms and gated MLPs that run as single operations; None for an exact update,
+        fused: the norms and gated MLPs that run as single operations; none for an exact update,
             whose replay has to run the same modules.
 
     Raises:
@@ -55,7 +55,7 @@ class OnePass:
         self.streams = (
             SharedCacheStreams(model, blocks, context_only=self.exact) if shared else None
         )
-        self.fused = None if self.exact else FusedModules(model, blocks)
+        self.fused = [] if self.exact else fused_modules(model, blocks)
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
         self._invariant = InvariantModules(model, mixtures) if self.exact else None
@@ -73,20 +73,8 @@ class OnePass:
 
     def step(self, step_inputs: StepInputs, batch: int) -> "DecodeStep":
         """A step of B rows that reads ``step_inputs``."""
-        attached = self.attached
-        # attention output projections already run on both streams of a shared cache
-        doubled = set() if self.streams is None else set(self.streams.projections)
-        linears = plain_linears(attached.model, attached.block_specs)
-        device = step_inputs.current.device
-        return DecodeStep(
-            self,
-            step_inputs,
-            [(module, linear_forward(module)) for module in linears if module not in doubled],
-            [] if self.fused is None else self.fused.forwards(),
-            frozenset(() if self.fused is None else self.fused.blocks_with_norm_input()),
-            torch.arange(-batch, batch, device=device).clamp(min=-1),
-            batch,
-        )
+        patch_index = torch.arange(-batch, batch, device=step_inputs.current.device).clamp(min=-1)
+        return DecodeStep(self, step_inputs, self.fused, patch_index, batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,17 +84,14 @@ class DecodeStep:
     Attributes:
         plan: how the model runs both streams.
         inputs: the tensors that the step reads.
-        linears, fused: modules, each with the forward that runs it through our ops.
-        receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
+        fused: the plan's; none for a compiler.
         patch_index: (2B,) int64, the patch of each row of both streams, -1 for none. batch: B.
         for_inductor: whether the step is written for a compiler, see :class:`DecodeRecorder`.
     """
 
     plan: OnePass
     inputs: StepInputs
-    linears: list[tuple[nn.Module, Forward]]
-    fused: list[tuple[nn.Module, Forward]]
-    receives_norm_input: frozenset[AttachedBlock]
+    fused: list[FusedModule]
     patch_index: Tensor
     batch: int
     for_inductor: bool = False
@@ -117,7 +102,7 @@ class DecodeStep:
         """
         if self.plan.exact:
             return self
-        return replace(self, fused=[], receives_norm_input=frozenset(), for_inductor=True)
+        return replace(self, fused=[], for_inductor=True)
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
@@ -129,7 +114,7 @@ class DecodeStep:
                 block,
                 attached.update,
                 self.patch_index,
-                receives_norm_input=block in self.receives_norm_input,
+                receives_norm_input=block in self._norm_receivers,
                 for_inductor=self.for_inductor,
             )
             for block in attached.blocks
@@ -165,9 +150,19 @@ class DecodeStep:
 
     @cached_property
     def _overrides(self) -> Overrides:
-        """All replaced forwards."""
-        streams = [] if self.plan.streams is None else self.plan.streams.forwards
-        return Overrides([*streams, *self.linears, *self.fused, *self._head()])
+        """All replaced forwards, each module's once."""
+        attached, streams = self.plan.attached, self.plan.streams
+        linears = plain_linears(attached.model, attached.block_specs)
+        forwards: dict[nn.Module, Forward] = {x: linear_forward(x) for x in linears}
+        forwards |= {found.module: found for found in self.fused}
+        # the attention's output projections among them, on both streams of a shared cache
+        forwards |= {} if streams is None else dict(streams.forwards)
+        return Overrides([*forwards.items(), *self._head()])
+
+    @cached_property
+    def _norm_receivers(self) -> set[AttachedBlock | None]:
+        """The blocks whose recorder gets its input from the fused pre-MLP norm."""
+        return {found.block for found in self.fused}
 
     def _head(self) -> list[tuple[nn.Module, Forward]]:
         """The head is the widest matrix of all: it runs only on the rows without the context,

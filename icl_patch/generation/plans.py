@@ -4,7 +4,6 @@ A way of one pass is tried before it is used: its steps on random tokens must be
 """
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,20 +60,20 @@ class StepPlans:
         self._tried.clear()
         self.compiled.clear()
 
-    def choose(self, mode: str = AUTO, *, compile: bool | str = False) -> OnePass | None:
+    def choose(self, mode: str = AUTO, *, compile: bool = False) -> OnePass | None:
         """The plan of the requested mode, or of the fastest that the model allows; None for two
         passes. A slower one than the update has on other models warns, once for each reason.
 
         Args:
-            mode: one of ``MODES``. compile: the option of the same name, which needs one pass.
+            mode: one of ``MODES``. compile: whether the step is compiled, which needs one pass.
 
         Raises:
-            ValueError: the update has no steps of that mode.
+            ValueError: there is no such mode, or the update has no steps of it.
             UnsupportedModelError: the model does not allow the requested mode.
         """
         attached, exact = self.attached, self.attached.update == "exact"
-        asked = f"compile={compile!r}" if compile else f"mode={mode!r}"
-        wants_one = bool(compile) or mode not in (AUTO, TWO_PASS)
+        if mode not in MODES:
+            raise ValueError(f"expected mode {', '.join(MODES)}, got {mode!r}")
         attached.watch_hooks()
         if mode == DecodeMode.TWO_STREAM.value and exact:
             raise ValueError(
@@ -86,15 +85,24 @@ class StepPlans:
                 "expected mode 'auto' or one of one pass with compile, got 'two_pass', which runs"
                 " the unmodified model's own steps"
             )
-        if attached.steps_take_two_passes and not exact and wants_one:
+        takes_two = attached.steps_take_two_passes and not exact
+        if takes_two and (compile or mode not in (AUTO, TWO_PASS)):
+            asked = "compile" if compile else f"mode={mode!r}"
             raise ValueError(
                 f"expected an update of one pass with {asked}, {attached.update!r} takes two passes"
                 " on this model"
             )
-        if mode == TWO_PASS or (attached.steps_take_two_passes and not exact):
-            return None
+        # where rounding decides a token's experts, the streams' rows had better be in one batch
+        shared = not takes_two and (exact or not attached.has_ties)
+        fastest_first = {
+            DecodeMode.SHARED_CACHE: shared,
+            DecodeMode.TWO_STREAM: not takes_two and not exact,
+            DecodeMode.TWO_PASS: not compile,
+        }
         reason: UnsupportedModelError | None = None
-        for tried in self._fastest_first() if mode == AUTO else [DecodeMode(mode)]:
+        for tried, allowed in fastest_first.items():
+            if not (allowed if mode == AUTO else mode == tried.value):
+                continue
             try:
                 plan = self.of(tried)
             except UnsupportedModelError as error:
@@ -104,17 +112,7 @@ class StepPlans:
                 self._warn_slower(tried, reason)
             return plan
         assert reason is not None
-        if wants_one:
-            raise reason
-        self._warn_slower(DecodeMode.TWO_PASS, reason)
-        return None
-
-    def _fastest_first(self) -> list[DecodeMode]:
-        if self.attached.update == "exact":
-            return [DecodeMode.SHARED_CACHE]
-        # where rounding decides a token's experts, the streams' rows had better be in one batch
-        ties = self.attached.has_ties
-        return [*([] if ties else [DecodeMode.SHARED_CACHE]), DecodeMode.TWO_STREAM]
+        raise reason
 
     def _warn_slower(self, mode: DecodeMode, reason: UnsupportedModelError) -> None:
         if str(reason) in self._warned:
@@ -151,8 +149,7 @@ class StepPlans:
             try:
                 tried = runs, self._try(mode)
             except UnsupportedModelError as error:
-                self._tried[mode] = runs, str(error)
-                raise
+                tried = runs, str(error)
             self._tried[mode] = tried
         if isinstance(tried[1], str):
             raise UnsupportedModelError(tried[1])
@@ -190,30 +187,21 @@ class StepPlans:
 
 def _check_batch_invariance(attached: AttachedModel, mode: DecodeMode) -> None:
     """Raises UnsupportedModelError if an exact update has no batch-invariant steps."""
-    reason = _reason_against_batch_invariance(attached) if attached.update == "exact" else None
-    if reason:
+    if attached.update != "exact":
+        return
+    model, reason = attached.model, reason_against(attached.model)
+    if reason is None and any(
+        isinstance(block.experts, PatchedScaledExperts) for block in attached.blocks
+    ):
+        reason = "its experts scale their input"
+    for path, module in model.named_modules():
+        if reason is None and _multiplies(module) and not _is_plain(module):
+            reason = f"{path} is no plain linear map"
+    if reason is not None:
         raise UnsupportedModelError(
-            f"mode={mode.value!r} does not cover {type(attached.model).__name__}: {reason};"
+            f"mode={mode.value!r} does not cover {type(model).__name__}: {reason};"
             " mode='two_pass' does"
         )
-
-
-def _reason_against_batch_invariance(attached: AttachedModel) -> str | None:
-    model = attached.model
-    if reason := reason_against(model):
-        return reason
-    others = [
-        path
-        for path, module in model.named_modules()
-        if _multiplies(module) and not _is_plain(module)
-    ]
-    reasons = {
-        "its experts scale their input": any(
-            isinstance(block.experts, PatchedScaledExperts) for block in attached.blocks
-        ),
-        f"{', '.join(others[:1])} is no plain linear map": bool(others),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _multiplies(module: nn.Module) -> bool:
@@ -235,19 +223,17 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _replay_error(plan: OnePass) -> float:
     """The error of replays: the largest, or the median if a tie may change a token's experts."""
-    errors = torch.tensor(list(_replay_errors(plan)))
-    if plan.attached.has_ties and not plan.exact and not errors.isnan().any():
-        return float(errors.sort().values[len(errors) // 2])
-    return float(errors.max())
-
-
-def _replay_errors(plan: OnePass) -> Iterator[float]:
     attached = plan.attached
     ids = random_tokens(attached.model, 9, seed=1)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, : 3 if attached.takes_padding else 0] = False
     state = prefill(attached, plan, ids[:, :7], mask[:, :7], 9)
+    found = []
     for column in (6, 7, 8):
         result = decode_one_token(state, ids[:, column])
         replayed = attached.replay_logits(result.make_patch())[:, -1]
-        yield from metrics.linf(replayed, result.logits).tolist()
+        found.append(metrics.linf(replayed, result.logits))
+    errors = torch.cat(found)
+    if attached.has_ties and not plan.exact and not errors.isnan().any():
+        return float(errors.sort().values[len(errors) // 2])
+    return float(errors.max())

@@ -71,8 +71,7 @@ def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-_table = ALL_ATTENTION_FUNCTIONS
-_override = Override(_table, _IMPLEMENTATION, _interposed)
+_override = Override(ALL_ATTENTION_FUNCTIONS, _IMPLEMENTATION, _interposed)
 
 
 @contextmanager
@@ -118,12 +117,6 @@ class SharedCacheStreams:
                 raise UnsupportedModelError(
                     f"mode='shared_cache' does not cover {block.block.path}: {reason}"
                 )
-        implementation = model.config.get_text_config(decoder=True)._attn_implementation
-        if implementation != _IMPLEMENTATION:
-            raise UnsupportedModelError(
-                f"mode='shared_cache' needs attention {_IMPLEMENTATION!r},"
-                f" {type(model).__name__} has {implementation!r}"
-            )
         # of the model, which some rank has
         self._last = blocks[-1] if is_last(model) and not context_only else None
         self.projections = _output_projections(model, blocks)
@@ -220,7 +213,6 @@ def _unsupported_reason(block: AttachedBlock) -> str | None:
         "its MLP stands beside the attention": spec.parallel,
         "its context layer keeps a state, which no query can be folded into": spec.mixer,
         "it goes on from its sum, in shapes of its own": spec.continues_after_sum,
-        "its forward has been replaced": not overridable(block.module),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -242,7 +234,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
     if len(outputs) != len(blocks):
         raise UnsupportedModelError(
             f"mode='shared_cache' does not cover {type(model).__name__}: its {len(blocks)} blocks"
-            f" call {len(outputs)} attentions of transformers' interface, not one each"
+            f" call {len(outputs)} attentions of transformers' {_IMPLEMENTATION!r}, not one each"
         )
     projections = []
     for path, block_trace in traces.items():

@@ -38,10 +38,10 @@ class _NoHostReads(TorchFunctionMode):
 
 
 class TracedStep:
-    """A step as a compiled graph of operators.
+    """A step as a compiled graph of operators, which the first call makes.
 
     A step in the batch-invariant arithmetic keeps its bits, because they have to be those of its
-    replay: its first call runs the graph too, and compares.
+    replay: the first call compares.
 
     Raises:
         UnsupportedModelError: the model's pass cannot be traced, or the graph has other bits.
@@ -50,8 +50,6 @@ class TracedStep:
     def __init__(self, step: DecodeStep) -> None:
         self._step = step
         self._graph: Callable[[], list[Tensor]] | None = None
-        self._compiled = False
-        self._keeps_bits = step.plan.exact
         # The leaves of a step's output: those that are no tensors, and None in a tensor's place.
         self._leaves: list[Any] = []
         self._tree: Any = None
@@ -59,55 +57,43 @@ class TracedStep:
     def __call__(self) -> StepOutput:
         """Run the current token."""
         if self._graph is None:
-            return self._trace()
-        if self._compiled:
-            tensors = iter(self._graph())
-        else:
             with self._naming_the_model():
-                tensors = iter(self._graph())
-            self._compiled = True
+                tensors = iter(self._first_run())
+        else:
+            tensors = iter(self._graph())
         leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
         output: StepOutput = tree_unflatten(leaves, self._tree)
         return output
 
-    def _trace(self) -> StepOutput:
+    def _first_run(self) -> list[Tensor]:
+        """Trace the step, and run the compiled graph on the same token."""
         outputs: list[StepOutput] = []
-        tensors: list[Tensor] = []
+        expected: list[Tensor] = []
 
         def run() -> list[Tensor]:
-            output = self._step()
-            outputs.append(output)
-            leaves, self._tree = tree_flatten(output)
+            outputs.append(self._step())
+            leaves, self._tree = tree_flatten(outputs[0])
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            tensors[:] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            return tensors
+            expected[:] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            return expected
 
         # One fake mode for all tensors: make_fx would make one for each, in half of its time.
         one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
-        with self._naming_the_model():
-            with one_mode, _NoHostReads():
-                graph = make_fx(run)()
-            blocks = self._step.plan.attached.blocks
-            free = _free_tensors(outputs[0], tensors)
-            self._graph = in_regions(
-                graph,
-                [block.module for block in blocks],
-                eager_rounding=self._keeps_bits,
-                free=free,
-            )
-            if self._keeps_bits:
-                self._compare(tensors, free)
-        return outputs[0]
-
-    def _compare(self, expected: list[Tensor], free: frozenset[int]) -> None:
-        """Run the compiled graph on the token that was traced, and compare the bits."""
-        assert self._graph is not None
-        for number, (got, wanted) in enumerate(zip(self._graph(), expected, strict=True)):
-            if number not in free and not torch.allclose(got, wanted, 0, 0, equal_nan=True):
+        with one_mode, _NoHostReads():
+            traced = make_fx(run)()
+        exact, free = self._step.plan.exact, _free_tensors(outputs[0], expected)
+        blocks = [block.module for block in self._step.plan.attached.blocks]
+        graph = in_regions(traced, blocks, eager_rounding=exact, free=free)
+        tensors: list[Tensor] = graph()
+        for number, (got, wanted) in enumerate(zip(tensors, expected, strict=True)):
+            if not exact or number in free:
+                continue
+            if not torch.allclose(got, wanted, 0, 0, equal_nan=True):
                 raise RuntimeError(
                     "the compiled step has other bits than the replay of its patch would have"
                 )
-        self._compiled = True
+        self._graph = graph
+        return tensors
 
     @contextmanager
     def _naming_the_model(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ def _self_check(model: PreTrainedModel, attention: bool) -> None:
     """
     width = min(67, position_limit(model)) if attention else 1
     ids = torch.cat([random_tokens(model, width, seed) for seed in range(3)])[:5]
-    lengths = [width, width - 2, width, width // 2 + 1, width - 1] if attention else [1] * 5
+    lengths = [max(1, n) for n in (width, width - 2, width, width // 2 + 1, width - 1)]
     alone = [_logits(model, ids[row : row + 1, -length:]) for row, length in enumerate(lengths)]
     starts = width - torch.tensor(lengths, device=ids.device)[:, None]
     mask = torch.arange(width, device=ids.device) >= starts

@@ -5,7 +5,7 @@ Torch chooses the kernel of a product by the number of rows, computes the last e
 by other instructions than the elements before them, and sums attention in an order that depends on
 padding. Each changes the last bits of a row. The replacements compute a row in the same order at
 every place: products by :func:`icl_patch.ops.patched_linear`, activations from functions that torch
-rounds alike everywhere (exp, expm1, log1p, tanh, erf), attention over the keys that a row sees.
+rounds alike everywhere (exp, log1p, tanh, erf), attention over the keys that a row sees.
 """
 
 import math
@@ -26,9 +26,7 @@ Replacements = dict[Any, Callable[..., Tensor]]
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x Wᵀ + bias``: input x (..., K), weight (N, K) or (K,), bias (N,) -> (..., N)."""
-    if weight.dim() == 1:
-        return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
+    """``x Wᵀ + bias``: input x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     rows = input.reshape(-1, input.shape[-1])
     if 1 not in weight.stride():  # the kernel reads along rows or along columns
         weight = weight.contiguous()
@@ -140,23 +138,6 @@ def _mish(x: Tensor) -> Tensor:
     return x * torch.tanh(_softplus(x))
 
 
-def _elu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > 0, x, alpha * torch.expm1(x))
-
-
-def _celu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > 0, x, alpha * torch.expm1(x / alpha))
-
-
-def _selu(x: Tensor) -> Tensor:
-    return 1.0507009873554805 * _elu(x, 1.6732632423543772)
-
-
-def _glu(x: Tensor, dim: int = -1) -> Tensor:
-    value, gate = x.chunk(2, dim)
-    return value * _sigmoid(gate)
-
-
 _ACTIVATIONS: Replacements = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), _in_fp32(_sigmoid)),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _in_fp32(torch.rsqrt)),
@@ -164,10 +145,6 @@ _ACTIVATIONS: Replacements = {
     F.gelu: _in_fp32(_gelu),
     F.softplus: _in_fp32(_softplus),
     F.mish: _in_fp32(_mish),
-    F.elu: _in_fp32(_elu),
-    **dict.fromkeys((F.celu, torch.celu), _in_fp32(_celu)),
-    **dict.fromkeys((F.selu, torch.selu), _in_fp32(_selu)),
-    F.glu: _in_fp32(_glu),
 }
 
 
@@ -238,17 +215,17 @@ def _attention_by_row(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
     *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     """``scaled_dot_product_attention``, row by row over the keys between the first and the last
     that the row sees.
 
-    query (B, H, T, D), key and value (B, H or fewer, S, D), attn_mask (B or 1, 1, T or 1, S) bool.
+    query (B, H, T, D), key and value (B, H or fewer, S, D), mask (B or 1, 1, T or 1, S) bool.
     So neither padding nor the room of a static cache changes a row's bits. A query that sees no key
     gets 0.
 
@@ -263,10 +240,10 @@ def _attention_by_row(
             query = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
         else:
             key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-    if attn_mask is None:
-        out = _attend(query, key, value, None, dropout_p, is_causal, scale)
+    if mask is None:
+        out = _attend(query, key, value, None, dropout, is_causal, scale)
     else:
-        out = _attend_by_row(query, key, value, attn_mask, dropout_p, scale)
+        out = _attend_by_row(query, key, value, mask, dropout, scale)
     return out.reshape(len(query), heads, tokens, value.shape[-1])
 
 
@@ -286,17 +263,14 @@ def _attend_by_row(
     mask = mask[:, 0].expand(len(query), -1, -1)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1])
     queries, keys = (map(_span, mask.any(dim).tolist()) for dim in (2, 1))
-    spans = list(zip(queries, keys, strict=True))
-    for span in dict.fromkeys(spans):
-        (first, last), (start, stop) = span
-        rows = torch.tensor([other == span for other in spans], device=query.device)
-        visible = mask[rows, first:last, start:stop]
+    for row, ((first, last), (start, stop)) in enumerate(zip(queries, keys, strict=True)):
         if not stop:
             continue
+        part = slice(row, row + 1)
+        visible = mask[part, first:last, start:stop]
         asked = slice(first, last) if mask.shape[1] == query.shape[2] else slice(None)
         form = None if visible.all() else visible.unsqueeze(1)
         is_causal = form is not None and bool((visible == torch.ones_like(visible).tril()).all())
-        part = slice(None) if rows.all() else rows
         out[part, :, asked] = _attend(
             query[part, :, asked],
             key[part, :, start:stop],

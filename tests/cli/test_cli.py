@@ -24,7 +24,7 @@ from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import figures, report
 from icl_patch.evaluation.verify import verify
-from icl_patch.generation.loop import MODES
+from icl_patch.generation.plans import MODES
 from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
 

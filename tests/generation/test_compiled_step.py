@@ -415,7 +415,7 @@ def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_compiled() -> None:
     with (
         ContextPatcher(build("llama"), "exact") as patcher,
-        pytest.raises(ValueError, match="with compile, got 'two_pass'"),
+        pytest.raises(ValueError, match="with compile, got 'two_pass', which runs the unmodified"),
     ):
         patcher.generate(IDS, compile=True, max_new_tokens=2, mode="two_pass")
     model = tiny_models.build("xglm")

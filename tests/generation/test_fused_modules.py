@@ -4,6 +4,7 @@ with them is the step without.
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from icl_patch.evaluation import tiny_models
 from icl_patch.generation import traced_step
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
-from icl_patch.generation.fused_modules import FusedModules
+from icl_patch.generation.fused_modules import FusedModule, fused_modules
 
 LAYERS = 4
 # Of a block: norms, norms that tell the recorder, gated products; and the model's last norm.
@@ -37,11 +38,18 @@ EXPECTED = {
 }
 
 
-def kinds(patcher: ContextPatcher) -> Counter:
-    return Counter(
-        type(found).__name__
-        for found in FusedModules(patcher.model, patcher.attached_model.blocks)._found
-    )
+def kind(fused: FusedModule) -> str:
+    if fused.block is not None:
+        return "norm before"
+    return "norm" if hasattr(fused.module, "weight") else "gated"
+
+
+def found(patcher: ContextPatcher) -> list[FusedModule]:
+    return fused_modules(patcher.model, patcher.attached_model.blocks)
+
+
+def count_of(norms: int, before: int, gated: int) -> Counter:
+    return Counter({"norm": norms, "norm before": before, "gated": gated})
 
 
 # Sums of 32 to 96 products and squares in another order; in half precision two roundings that go
@@ -65,27 +73,20 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
         torch.no_grad(),
         ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher,
     ):
-        modules = FusedModules(patcher.model, patcher.attached_model.blocks)._found
-        assert Counter(type(found).__name__ for found in modules) == Counter(
-            {
-                "_Norm": LAYERS * norms + last,
-                "_NormBefore": LAYERS * receives_norm_input,
-                "_Gated": LAYERS * gated,
-            }
-        )
-        for found in modules:
-            width = 32 if not hasattr(found.module, "weight") else found.module.weight.shape[0]
+        modules = found(patcher)
+        expected_kinds = (LAYERS * norms + last, LAYERS * receives_norm_input, LAYERS * gated)
+        assert Counter(map(kind, modules)) == count_of(*expected_kinds)
+        for fused in modules:
+            width = 32 if kind(fused) == "gated" else fused.module.weight.shape[0]
             x = (3 * torch.randn(2, 5, width, generator=torch.Generator().manual_seed(3))).to(dtype)
-            made, expected = found(x), found.module(x)
+            made, expected = fused(x), fused.module(x)
             assert made.dtype == expected.dtype
             assert metrics.linf(made, expected).max() <= ROUNDINGS[dtype] * UNIT[dtype]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "olmo2", "cohere2"])
 @pytest.mark.parametrize("mode", ["two_stream", "auto"], ids=["two streams", "auto"])
-def test_a_step_is_the_same_without(
-    family: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_the_same_without(family: str, mode: str) -> None:
     model, ids = shallow(family), tokens(0, 3, 9) % tiny_models.VOCABULARY
     arguments: dict = {
         "context_mask": ragged(3, 9, side="left"),
@@ -93,24 +94,19 @@ def test_a_step_is_the_same_without(
         "eos_token_id": None,
         "mode": mode,
     }
-    ran: list[str] = []
-    call, limit = FusedModules.forwards, noise_limit(model)
+    ran: list[nn.Module] = []
+    limit = noise_limit(model)
 
-    def watched(self: FusedModules) -> list[tuple[nn.Module, Any]]:
-        return [
-            (module, lambda *x, f=f: (ran.append(type(f).__name__), f(*x))[1])
-            for module, f in call(self)
-        ]
+    def watched(module: FusedModule) -> FusedModule:
+        return replace(module, run=lambda x: (ran.append(module.module), module.run(x))[1])
 
     with ContextPatcher(model, "stable") as patcher:
-        next(patcher.generate(ids, **arguments))  # the trial of what is fast
-        monkeypatch.setattr(FusedModules, "forwards", watched)
+        plan = patcher.plans.choose(mode)
+        plan.fused = [watched(module) for module in plan.fused]
         fused = list(patcher.generate(ids, **arguments))
-        found = kinds(patcher)
         patches = [step.patch for step in fused]
-        assert Counter(ran) == Counter({kind: 3 * count for kind, count in found.items()})
-        monkeypatch.setattr(FusedModules, "forwards", lambda self: [])
-        monkeypatch.setattr(FusedModules, "blocks_with_norm_input", lambda self: set())
+        assert Counter(ran) == Counter({module.module: 3 for module in plan.fused})
+        plan.fused = []
         plain = list(patcher.generate(ids, **arguments))
         for step, other, patch in zip(fused, plain, patches, strict=True):
             assert metrics.linf(step.logits, other.logits).max() <= limit
@@ -215,9 +211,7 @@ def test_look_alikes_are_left_alone() -> None:
     model.model.layers[1].mlp.forward = model.model.layers[1].mlp.forward
     handle = model.model.layers[2].input_layernorm.register_forward_hook(lambda *_: None)
     with ContextPatcher(model, "stable") as patcher:
-        assert kinds(patcher) == Counter(
-            {"_Norm": LAYERS - 1, "_NormBefore": LAYERS, "_Gated": LAYERS - 2}
-        )
+        assert Counter(map(kind, found(patcher))) == count_of(LAYERS - 1, LAYERS, LAYERS - 2)
     handle.remove()
 
 
@@ -266,48 +260,33 @@ def test_what_is_another_function_of_large_and_of_small_numbers_is_left_alone(
 ) -> None:
     model: Any = tiny_models.build("llama", dtype=dtype)
     layers = model.model.layers
-    for layer, kind in zip(layers, (_Clamped, _ClampedHigh, _ClampedGate), strict=False):
-        layer.mlp.__class__ = kind
+    for layer, form in zip(layers, (_Clamped, _ClampedHigh, _ClampedGate), strict=False):
+        layer.mlp.__class__ = form
     layers[1].input_layernorm.__class__ = _ClampedNorm
     layers[3].input_layernorm.__class__ = _LargeEps
     layers[2].mlp.up_proj.weight.data.mul_(30)
     # in fp16 its product overflows even where numbers are of size 30
     layers[3].mlp.up_proj.weight.data.mul_(100)
     with ContextPatcher(model, "stable") as patcher:
-        assert kinds(patcher) == Counter(
-            {"_Norm": LAYERS - 1, "_NormBefore": LAYERS, "_Gated": LAYERS - 3}
-        )
+        assert Counter(map(kind, found(patcher))) == count_of(LAYERS - 1, LAYERS, LAYERS - 3)
 
 
-def test_a_child_that_is_replaced_later() -> None:
+@pytest.mark.parametrize("part", ["activation", "weight of a norm"])
+def test_a_part_that_is_replaced_later(part: str) -> None:
     model = tiny_models.build("llama")
-    ids, settings = (
-        tokens(0, 2, 6) % tiny_models.VOCABULARY,
-        {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None},
-    )
+    ids = tokens(0, 2, 6) % tiny_models.VOCABULARY
+    settings: dict = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
     with ContextPatcher(model, "stable") as patcher:
         list(patcher.generate(ids, **settings))
         for layer in model.model.layers:
-            layer.mlp.act_fn = torch.nn.ReLU()
+            if part == "activation":
+                layer.mlp.act_fn = torch.nn.ReLU()
+            else:
+                norm = layer.post_attention_layernorm
+                norm.weight = nn.Parameter(1.5 * norm.weight.detach())
         expected = model.generate(
             ids, output_logits=True, return_dict_in_generate=True, **settings
         ).logits
         limit = noise_limit(model)
-        for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
-            assert metrics.linf(step.logits, logits).max() <= limit
-
-
-def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
-    model: Any = tiny_models.build("llama")
-    for layer in model.model.layers:
-        layer.mlp.__class__ = _Clamped
-        layer.post_attention_layernorm.weight.data.mul_(8)
-    ids = tokens(0, 2, 6) % tiny_models.VOCABULARY
-    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(
-        ids, output_logits=True, return_dict_in_generate=True, **settings
-    ).logits
-    limit = noise_limit(model)
-    with ContextPatcher(model, "stable") as patcher:
         for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
             assert metrics.linf(step.logits, logits).max() <= limit

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import build, case, ragged, tokens
 from support.numeric import noise_floor, noise_limit
-from support.patchers import IDS, families, updates, works
+from support.patchers import families, updates, works
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
@@ -108,13 +108,6 @@ def test_a_context_of_one_token(family: str, update: str) -> None:
         for reader in ("mlp.gate_proj", "mlp.up_proj")
     )
     assert min(float(norm.max()) for norm in after.values()) > 1e-2
-
-
-def test_no_steps_and_a_default_mask(llama_patcher: ContextPatcher) -> None:
-    assert list(llama_patcher.generate(IDS, max_new_tokens=0)) == []
-    masked = llama_patcher.generate(IDS, context_mask=torch.ones_like(IDS), max_new_tokens=2)
-    for step, other in zip(llama_patcher.generate(IDS, max_new_tokens=2), masked, strict=True):
-        assert torch.equal(step.logits, other.logits)
 
 
 @families

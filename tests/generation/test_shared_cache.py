@@ -38,8 +38,8 @@ COVERED += ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
 REFUSED = {
     "cohere": "its MLP stands beside the attention",
     "gemma4": "it goes on from its sum",
-    "gemma2": "needs attention 'sdpa', Gemma2ForCausalLM has 'eager'",
-    "falcon-rw": "call 0 attentions of transformers' interface, not one each",
+    "gemma2": "Gemma2ForCausalLM: its 2 blocks call 0 attentions of transformers' 'sdpa'",
+    "falcon-rw": "call 0 attentions of transformers' 'sdpa', not one each",
     "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
 }
 
@@ -99,22 +99,21 @@ def test_updates_of_two_passes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("fault", ["sees the context", "sees nothing", "one stream twice"])
+@pytest.mark.parametrize("fault", ["sees the context", "sees nothing", "one stream twice", "later"])
 def test_the_trial_notices_a_wrong_stream(
     fault: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reduced logits are the context's whatever the reduced rows see: the writers absorb it.
-    The replay tells.
+    The replay tells. One fault begins in two of the trial's six replays, of the longest context.
     """
+    alone = SharedCacheStreams._alone
 
-    def wrong(
-        self: SharedCacheStreams,
-        made: torch.Tensor,
-        query: torch.Tensor,
-        value: torch.Tensor,
-        _given: dict,
-    ) -> None:
+    def wrong(self: Any, made: Any, query: Any, value: Any, given: dict) -> None:
         groups = query.shape[1] // value.shape[1]
+        if fault == "later":
+            alone(self, made, query, value, given)
+            self._reduced = self._reduced * (3 if value.shape[2] >= 9 else 1)
+            return
         self._reduced = {
             "sees the context": lambda: (
                 value.mean(2, keepdim=True).repeat_interleave(groups, 1).reshape(made.shape)
@@ -131,28 +130,6 @@ def test_the_trial_notices_a_wrong_stream(
             with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
                 patcher.plans.of(DecodeMode.SHARED_CACHE)
     before.check(model)
-
-
-def test_a_fault_that_begins_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two of the trial's six replays: those of the longest context."""
-    alone = SharedCacheStreams._alone
-
-    def wrong(
-        self: SharedCacheStreams,
-        made: torch.Tensor,
-        query: torch.Tensor,
-        value: torch.Tensor,
-        given: dict,
-    ) -> None:
-        alone(self, made, query, value, given)
-        if value.shape[2] >= 9:
-            self._reduced = 3 * self._reduced
-
-    monkeypatch.setattr(SharedCacheStreams, "_alone", wrong)
-    for family in ("llama", "mixtral"):
-        expected = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
-        with ContextPatcher(shallow(family), "stable") as patcher, expected:
-            patcher.plans.of(DecodeMode.SHARED_CACHE)
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp.experts", "mlp.gate"])
@@ -182,34 +159,6 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
         assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
 
 
-def test_a_forward_that_is_put_there_later() -> None:
-    """Is run, and is there afterwards."""
-    model = build("llama")
-    block = model.model.layers[0]
-    with ContextPatcher(model, "stable") as patcher:
-        before = [
-            step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)
-        ]
-        given = block.forward = lambda *args, **kwargs: (
-            2 * type(block).forward(block, *args, **kwargs)
-        )
-        for mode in ("shared_cache", "two_stream"):
-            with pytest.raises(UnsupportedModelError, match=r"hooks.*some on model\.layers\.0$"):
-                patcher.generate(IDS, max_new_tokens=2, mode=mode)
-        with pytest.warns(SlowerStepsWarning, match="in two passes"):
-            steps = list(patcher.generate(IDS, max_new_tokens=2, eos_token_id=None))
-        assert {step.mode for step in steps} == {"two_pass"}
-        assert block.forward is given
-        assert metrics.linf(steps[0].logits, before[0]).max() > 0.01
-        with torch.no_grad():
-            assert metrics.linf(steps[0].logits, model(IDS).logits[:, -1]).max() <= noise_limit(
-                model
-            )
-        del block.forward
-        again = [step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)]
-    assert all(torch.equal(x, y) for x, y in zip(before, again, strict=True))
-
-
 def test_something_between_attention_and_its_projection_is_refused() -> None:
     model = build("llama")
     attention = model.model.layers[2].self_attn
@@ -219,20 +168,6 @@ def test_something_between_attention_and_its_projection_is_refused() -> None:
         pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"),
     ):
         patcher.plans.of(DecodeMode.SHARED_CACHE)
-
-
-@pytest.mark.parametrize(
-    ("way", "rows"),
-    [(DecodeMode.SHARED_CACHE, 1), (DecodeMode.TWO_STREAM, 2), (DecodeMode.TWO_PASS, 1)],
-)
-def test_its_cache_has_one_row_a_sequence(way: DecodeMode, rows: int) -> None:
-    with ContextPatcher(
-        build("llama"), "exact" if way is DecodeMode.TWO_PASS else "stable"
-    ) as patcher:
-        ids = tokens(0, 3, 7)
-        state = prefilled(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
-        decode_one_token(state, ids[:, -1])
-        assert {layer.keys.shape[0] for layer in state.inputs.cache.layers} == {3 * rows}
 
 
 def held() -> int:

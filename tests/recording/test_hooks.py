@@ -384,7 +384,9 @@ def test_a_patch_of_a_step_is_of_its_hooks() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("options", [{"compile": True}, {"mode": "two_stream"}])
+@pytest.mark.parametrize(
+    "options", [{"compile": True}, {"mode": "two_stream"}, {"mode": "shared_cache"}]
+)
 def test_hooks_set_between_steps_that_cannot_take_two_passes(options: dict) -> None:
     model: Any = build("llama", num_hidden_layers=2)
     with ContextPatcher(model, "stable") as patcher:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._subclasses import fake_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _device
@@ -344,6 +345,8 @@ def pytest_configure() -> None:
     torch.compile = lambda function, **_: function
     graph_partition.BACKEND = lambda module, _: module
     fake_tensor.init_gpu_context = always(None)
+    # a traced graph makes its tensors on the CPU, as this does
+    functorch_config.fake_tensor_prefer_device_type = "cuda"
 
     Tensor.device = property(device_of)
     Tensor.is_cuda = property(lambda x: device_of(x).type == "cuda")
