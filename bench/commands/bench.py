@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="of generation (in place of random models) and answer: a folder or hub id",
+        help="of generation (in place of random models), answer and passes: a folder or hub id",
     )
     parser.add_argument(
         "--tables",
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             f"expected a benchmark of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}"
         )
     if options.model is not None and not set() < {*options.name} <= {*OF_A_MODEL}:
-        raise ValueError(f"expected --model with {' or '.join(OF_A_MODEL)} alone")
+        raise ValueError(f"expected --model with none but {', '.join(OF_A_MODEL)}")
     folder, names = options.out, options.name or BENCHMARKS
     if options.tables:
         files = []

@@ -177,7 +177,7 @@ def test_a_saved_model_takes_the_place_of_a_random_one(
         compared.check(name, compared.calls[name]())
     status = main(["bench", "linear", "--model", str(tmp_path / "own-model")])
     assert status == 2
-    assert "expected --model with generation or answer alone" in capsys.readouterr().err
+    assert "expected --model with none but generation, answer, passes" in capsys.readouterr().err
 
 
 def test_a_whole_answer_has_the_tokens_of_the_model(tmp_path: Path) -> None:

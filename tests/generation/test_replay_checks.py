@@ -152,8 +152,8 @@ def test_a_file_of_misread_blocks_is_refused(tmp_path: Path) -> None:
     with ContextPatcher(shallow("llama")) as patcher:
         patch = patcher.compute(IDS, KEPT)
         first, *others = patch.blocks
-        nearly = replace(first, spec=replace(first.spec, residual_factor=1 + 2.0**-25))
-        patcher.forward(KEPT, replace(patch, blocks=(nearly, *others)))  # one fitted elsewhere
+        nearly = replace(first, spec=replace(first.spec, residual_multiplier=1 + 2.0**-41))
+        patcher.forward(KEPT, replace(patch, blocks=(nearly, *others)))  # measured elsewhere
         wrong = replace(first, spec=replace(first.spec, residual_multiplier=1.0023))
         replace(patch, blocks=(wrong, *others)).save(tmp_path / "patch.safetensors")
         loaded = ContextPatch.load(tmp_path / "patch.safetensors", patcher.model)
