@@ -365,11 +365,10 @@ def by_job(cells: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, 
 
 
 def label(cells: list[dict[str, Any]]) -> str:
-    """The result and its reason, without the names of one class and its modules."""
+    """The result and its reason, without the names of one class and its modules, and the cure."""
     word, text = verdict(cells)
-    text = re.sub(r" \(docs/model_classes.md .*?\)|^[\w.]+ \(\w+\): ", "", " ".join(text.split()))
-    text = re.sub(r"\b(?!Auto)\w+(For\w+|LMHeadModel|ModelWithLMHead)\b", "the class", text)
-    text = re.sub(r"\bmodel\.layers\.\d+\.[\w.]+ (?=has)", "a module ", text)
+    for pattern, words in WORDS:
+        text = re.sub(pattern, words, text)
     separator = ", " if word == "right" else ": "
     return f"{word}{separator}{text}" if text else word
 
@@ -396,23 +395,36 @@ def page(cells: list[dict[str, Any]], realistic: list[dict[str, Any]]) -> str:
 
 
 RESULTS = ("right", "wrong", "refused", "not built", "not finished")
+WORDS = (
+    (r"\s+", " "),
+    (r" \(docs/model_classes.md .*?\)|^[\w.]+ \(\w+\): ", ""),
+    (r"\b(?!Auto)\w+(For\w+|LMHeadModel|ModelWithLMHead)\b", "the class"),
+    (r"\bmodel\.layers\.\d+\.[\w.]+ (?=has)", "a module "),
+    (r"^\w+(?= looks at the context)", "a module"),
+    (r"\d+ residual streams", "several residual streams"),
+    (r"list of \d+ blocks", "list of blocks"),
+    (r"; found .*?: ", ": "),
+    (r"; got the class of type .*| but it was not found .*", ""),
+    (r"[:.] (choose|compute|absorb|Choose|Load|Attach) .*", ""),
+)
+"""Patterns of a reason, and what the page has in their place."""
 INTRODUCTION = f"""# Model classes
 
 Every model type of the causal mapping of transformers {transformers.__version__}, as a small random
-model: `make sweep` measures and writes this page. A type is *right* if the replay without the
-context has the logits of the unmodified model with it, in every scenario ({", ".join(SCENARIOS)}):
+model: `make sweep` writes this page. Classes that can be encoders or decoders (BERT and its
+relatives) are built as decoders, with `is_decoder=True`; gemma3n where `timm` is installed.
+
+*Right*: the replay without the context has the logits of the unmodified model with it, in every
+scenario ({", ".join(SCENARIOS)}):
 direct, stable and exact in fp32 within 10 times the noise floor or {noise_limit(0):.1e} of the
-largest logit, exact in bf16 bit for bit. Scenarios that a right type refuses are named with the
-reason. [model_classes.jsonl](model_classes.jsonl) has the errors of all scenarios and updates.
+largest logit, exact in bf16 bit for bit. [model_classes.jsonl](model_classes.jsonl) has all errors.
 Where a class has other logits in a batch or over its cache than for a row alone, a replay is
 compared with those of the batch, and `own` there says how far they are off.
 
 *Realistic weights* have the features of trained ones: a neuron that few tokens excite and that
 makes one channel 2,000 times larger than the others, a token that draws all attention, norms with
 scales from 0.01 to 30, nearly dependent rows and nearly tied logits
-(`make sweep TYPES=--realistic`, exact in fp16 too;
-[model_classes_realistic.jsonl](model_classes_realistic.jsonl)). gemma3n is built where `timm` is
-installed.
+([model_classes_realistic.jsonl](model_classes_realistic.jsonl), with exact in fp16 too).
 """
 
 
