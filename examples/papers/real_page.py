@@ -74,38 +74,29 @@ def _agreement(numbers: dict[str, Any]) -> str:
     for dtype, found in numbers["agreement"].items():
         for run in runs_shown(numbers):
             entry = found[run]
-            errors = [format_value(entry["linf"][i]) for i in (0, 1, 3)]
+            errors = [format_value(entry["linf"][i]) for i in (0, 3)]
             rows.append(
                 [
                     DTYPES[dtype],
                     f"the model, {run}" if run in NOISE else run,
-                    str(entry["tokens"]),
                     _interval(entry["match"]),
                     percent(entry["identical"]["share"]),
                     *errors,
                     format_value(entry["tvd"][3]),
                 ]
             )
-    columns = ["dtype", "run", "tokens", "same token", "identical logits", "L∞: median", "90 %"]
+    columns = ["dtype", "run", "same token", "identical logits", "L∞: median"]
     return table([*columns, "largest", "TVD: largest"], rows)
 
 
 def _paper(numbers: dict[str, Any]) -> str:
-    """Our shares beside the paper's."""
-    rows = []
-    for (dtype, update), claim in PAPER.items():
-        if found := numbers["agreement"].get(dtype):
-            measured = "stable" if numbers["direct_is_stable"] else update
-            single = {
-                curve["held"] == LAZY: percent(curve["match"])
-                for curve in numbers["protocol"][dtype]["curves"]
-                if not curve["kept"] and curve["update"] == measured
-            }
-            cells = [single.get(lazy, "") for lazy in (True, False)]
-            many = _interval(found[update]["match"])
-            rows.append([DTYPES[dtype], update, f"{claim} %", many, *cells])
-    columns = ["dtype", "update", "the paper, Gemma 3 1B", "many kept tokens"]
-    return table([*columns, "one token at a time", "the same, merged into the weights"], rows)
+    """The paper's shares in the dtypes that were measured."""
+    claims = [
+        f"{claim} % of the tokens in {DTYPES[dtype]} with the {update} update"
+        for (dtype, update), claim in PAPER.items()
+        if dtype in numbers["agreement"]
+    ]
+    return f"The paper's Gemma 3 1B keeps {' and '.join(claims)}." if claims else ""
 
 
 def _low(numbers: dict[str, Any], key: str) -> Any:
@@ -257,18 +248,19 @@ def _ratio_of_sizes(numbers: dict[str, Any]) -> float:
 
 def _growth(numbers: dict[str, Any]) -> dict[str, str]:
     found, entries = {}, numbers["grown"]
+    first = entries["right"]
+    count = len(first["steps"])
+    lines = [k for k in range(count + 1) if k & (k - 1) == 0]  # 0 and the powers of two
     rows = []
     for how, entry in entries.items():
         found[f"{how}_smaller"] = percent(entry["smaller"])
-        steps = [f"{row[1]:.2f}" for row in entry["steps"]]
-        rows.append([f"step of line k, {how} answers (median)", "", *steps])
-        right = [f"{p:.2f}" for p in entry["right"]]
+        steps = ["", *(f"{row[1]:.2f}" for row in entry["steps"])]
+        rows.append([f"step of line k, {how} answers (median)", *(steps[k] for k in lines)])
+        right = [f"{entry['right'][k]:.2f}" for k in lines]
         rows.append([f"probability of the right answer, {how}", *right])
-    first = entries["right"]
-    count = len(first["steps"])
     low, high = (percent(x) for x in first["smaller_by_task"])
     return found | {
-        "growth": table(["lines", *map(str, range(count + 1))], rows),
+        "growth": table(["lines", *map(str, lines)], rows),
         "grown_tasks": str(first["tasks"]),
         "grown_pairs": str(count),
         "grown_series": str(first["series"]),
