@@ -65,12 +65,13 @@ ROWS = (
 _HEAD = """# Table 1 of Goldwaser et al., row by row
 
 Small random models of every block form ([models](../models.md#block-forms)), with a prefix, a
-context of two absorbed spans, and ragged rows. L∞ compares a replay without the context with the
-unmodified model with it, relative to the largest logit, in fp32, for the worst family; the update
-is direct (last row: stable). The noise floor compares the unmodified model with itself at twice the
-batch; 0 here: batching happened to round alike. Bit-identical: the share of tokens whose logits an
-exact patch reproduces bit for bit, in fp32 and in bf16. Controllable: the share of (block, token)
-pairs that are controllable according to `icl_patch.controllability` (Definitions 3 and 4)."""
+context of two absorbed spans, and ragged rows. L∞ compares the logits of a whole replay without the
+context with those of the unmodified model with it, relative to the largest logit, in fp32, for the
+worst family; the update is direct (last row: stable). The noise floor is how much the unmodified
+model's logits vary when only batching or caching changes, here at twice the batch; *0 here*: this
+changed no rounding. Bit-identical: the share of tokens whose logits an exact patch reproduces to
+the last bit, in fp32 and in bf16. Controllable: the share of (block, token) pairs that are so
+(Definitions 3 and 4)."""
 
 
 def families_of(row: Row) -> list[str]:

@@ -39,14 +39,13 @@ HEAD = """\
 `make static` measures SmolLM2-135M-Instruct in bf16 on one thread, and writes this page from
 [its cells](data/static-cells.jsonl). Tasks and numbers of questions stand at the top of
 `examples/static/evaluation.py` and were chosen before anything was fitted; so were the lines of the
-contexts, for capitals and comparatives by the accuracy with the context. Since a first run the
-pairs to fit and to test are drawn at random: the lists begin with the words that are best known.
+contexts, for capitals and comparatives by the accuracy with the context.
 
 - *context*: the model with its context; *no context*: the model alone.
-- *patch for each token*: the exact patch of this package, which is made for one prompt. Its shares
-  are of the first eight held-out prompts of each column. Its replays chose the token of the run
-  that each patch was computed from at {same} of {tokens} tokens; the row *context* reads the same
-  prompts in batches, which in bf16 changes some tokens.
+- *patch for each token*: the exact patch of this package, which is made for one prompt. **It was
+  tried on the first eight held-out prompts of each column alone.** Its replays chose the token of
+  the run that each patch was computed from at {same} of {tokens} tokens; the row *context* runs in
+  batches, which in bf16 changes some tokens.
 - *static patch*: `static.fit` with its defaults; also with 12 questions.
 - *steering vector*, *task vector*: the mean difference of the residual stream is added, or the mean
   stream with the context put in the question's last token, behind the best of six blocks.
@@ -55,44 +54,44 @@ pairs to fit and to test are drawn at random: the lists begin with the words tha
   on the first task of a kind, without the time of the other.
 - *prompt tuning (PEFT)*: 16 virtual tokens, for as many seconds of the CPU as the static patch.
 
-Brackets hold the range over seeds. What has not been run yet is left out: the cells name what has.
+Brackets hold the range over seeds.
 """
 SECTIONS = {
     "few_shot": """
 ## Few-shot tasks
 
-Eight lines are the context and 48 questions are fitted. The share of 40 held-out questions whose
-right answer is the greedy one, in %:
+Eight lines are the context and 48 questions are fitted. The share of 40 held-out questions (for
+*patch for each token* of 8) whose right answer is the greedy one, in %:
 """,
     "chats": """
 ## Chats
 
-The system message is the context and 64 questions are fitted. On 24 held-out chats, at the tokens
-of the model's answer with the system message: KL divergence in nats a token, and in % the tokens
-that are the first choice with the system message, too:
+The system message is the context and 64 questions are fitted. On 24 held-out chats (*patch for
+each token*: 8), at the tokens of the model's answer with the system message: KL divergence in nats
+a token, and in % the tokens that are the first choice with the system message, too:
 """,
     "facts": """
 ## Facts
 
 One patch for 32 statements that contradict what is true, fitted on a question and a paraphrase of
 each. The share of prompts that get the new answer, in %, for the 16 facts that the model believes
-least without the statement, and the 16 that it believes most. *Neighbours*: prompts on other facts
-where each token of the answer has the first choice that it had:
+least without the statement, and the 16 that it believes most (*patch for each token*: 8 each).
+*Neighbours*: prompts on other facts where each token of the answer has the first choice that it
+had:
 """,
     "kept": """
 ## Unrelated prompts
 
 24 prompts of each kind, each with the unpatched model's greedy answer of eight tokens: the share of
-these tokens that are still the first choice, in %, over all tasks. In bf16 near ties make even the
-unpatched model choose otherwise if its rows are batched otherwise: that is the row *no context*.
+these tokens that are still the first choice, in %, over all tasks. In bf16 even the unpatched model
+chooses otherwise in other batches: that is the row *no context*.
 """,
     "cost": """
 ## Cost
 
 Means over all tasks: seconds on the clock and of the CPU, answers to fit on included; *floor*, the
-CPU seconds of as many forward and backward passes of the whole model over such batches and nothing
-else; steps, and bytes of what is stored.
-*Refused*: fits that raise `HarmfulPatchError`; the tables show what their patches do all the same.
+CPU seconds of as many forward and backward passes of the whole model over such batches; steps, and
+bytes of what is stored. *Refused*: fits that raise `HarmfulPatchError`.
 """,
 }
 
