@@ -186,16 +186,14 @@ def extraction() -> str:
         ratio = statistics.median(
             record["seconds"]["all"] / record["seconds"]["own"] for record in run["records"]
         )
-        parts = [seconds(part) / seconds("all") for part in ("plan", "compute", "write")]
+        parts = [seconds(part) / seconds("all") for part in ("compute", "write")]
         patches = run["records"][0]["patches"] * run["workers"]
         memory = max(record["peak_bytes"] for record in run["records"])
         cells = [f"`{run['update']}`", str(run["workers"]), f"{patches / seconds('all'):.2f}"]
-        cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in (*parts, 1 - sum(parts)))]
+        cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in parts)]
         rows.append([*cells, f"{memory / 1e9:.2f} GB"])
-    columns = ["update", "processes", "rows/s", "× the model's own time", "plan and first patch"]
-    return _table(
-        [*columns, "patches", "writing them", "tokens, norms, index", "peak memory"], rows
-    )
+    columns = ["update", "processes", "rows/s", "× the model's own time", "patches", "writing them"]
+    return _table([*columns, "peak memory"], rows)
 
 
 def hundred() -> str:
@@ -206,15 +204,12 @@ def hundred() -> str:
         if run["workers"] == 1:
             sizes, patches = run["records"][0]["bytes"], run["records"][0]["patches"]
             rate = 100 * patches / seconds("all")
-            of_row = {name: size / patches for name, size in sizes.items()}
-            cells = [f"`{run['update']}`", f"{rate:.0f}"]
-            cells += [f"{of_row['shards'] / 1e6:.1f} MB", f"{rate * of_row['shards'] / 1e6:.0f} MB"]
-            cells += [f"{rate * of_row['index'] / 1e6:.2f} MB"]
-            cells += [f"{100 * rate * of_row['rows'] / 1e6:.1f} MB", "0"]
+            factors, index, read = (sizes[x] / patches / 1e6 for x in ("shards", "index", "rows"))
+            cells = [f"`{run['update']}`", f"{rate:.0f}", f"{rate * factors:.0f} MB"]
+            cells += [f"{rate * index:.2f} MB", f"{100 * rate * read:.1f} MB"]
             rows.append([*cells, f"{100 * record['weights_bytes'] / 1e9:.0f} GB"])
-    columns = ["update", "rows/s", "factors of a row", "factors written/s", "index written/s"]
-    columns += ["data set read/s", "between processes/s", "weights read at the start"]
-    return _table(columns, rows)
+    columns = ["update", "rows/s", "factors written/s", "index written/s", "data set read/s"]
+    return _table([*columns, "weights read at the start"], rows)
 
 
 def splits() -> str:

@@ -128,9 +128,6 @@ def _agreeing(numbers: dict[str, Any]) -> dict[str, str]:
         "lost_margin": format_value(lost["stable"]["margin"]),
         "margin": format_value(lost["stable"]["margin_of_all"]),
         "lost_linf": format_value(lost["stable"]["linf"]),
-        "kinds": ", ".join(
-            f"{kind} {percent(found['stable'])}" for kind, found in _low(numbers, "by_kind").items()
-        ),
     }
 
 
@@ -144,10 +141,9 @@ def _rule_of_three(prompts: int) -> str:
 
 
 def _errors(numbers: dict[str, Any]) -> dict[str, str]:
-    blocks, growth = _low(numbers, "by_block"), numbers["disturbed"]
+    growth = numbers["disturbed"]
     lengths = _low(numbers, "by_length")
     ends = {name: f"{values[-1][1]:.2g}" for name, values in growth.items()}
-    last = {run: [format_value(x) for x in blocks[run][-1]] for run in ("stable", KEPT, "no cache")}
     alike = _low(numbers, "rounded_alike")
     return {
         "alike_share": percent(alike["share"]),
@@ -160,7 +156,6 @@ def _errors(numbers: dict[str, Any]) -> dict[str, str]:
             ["run", "25 %", "median", "75 %"],
             [[name, *(f"{x:.2g}" for x in rows[-1])] for name, rows in growth.items()],
         ),
-        **{f"last_{i}_{_word(run)}": x[i] for run, x in last.items() for i in (0, 1)},
         "shortest": str(lengths["stable"][0]["length"]),
         "longest": str(lengths["stable"][-1]["length"]),
         **{
