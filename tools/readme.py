@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from icl_patch.bench.results import load_all
 from icl_patch.evaluation.report import format_value, percent, support_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +38,7 @@ STEPS = {
 PLAIN_STEP = "plain step"
 STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams")
 """The two layouts of a stable step; a case's first is the one that it takes by itself."""
-TIMED_MODELS = ("SmolLM2-135M-Instruct", "0.22B")
+TIMED_MODEL = "SmolLM2-135M-Instruct"
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
@@ -99,27 +98,18 @@ def chat() -> str:
 
 
 def speed() -> str:
-    """Decode steps of a pretrained model, or else of a random one, the model's own step being 1."""
-    columns, found = ["a decode step"], []
-    for results in load_all(RESULTS, "generation"):
-        cases = {row["case"].split()[0] for row in results["rows"]}
-        model = next(name for name in TIMED_MODELS if name in cases)
-        for case in ("B=1", "B=4"):
-            seconds = {
-                row["call"]: row["seconds"]["median"]
-                for row in results["rows"]
-                if row["case"] == f"{model} float32 {case} context=256" and "seconds" in row
-            }
-            found.append({name: value / seconds[PLAIN_STEP] for name, value in seconds.items()})
-            where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
-            short = model.removesuffix("-Instruct")
-            columns.append(f"{where.replace('AMD ', '')}, {short}, batch {case[2:]}")
+    """Decode steps of a pretrained model, the model's own step being 1."""
+    found = [
+        {name: value / seconds[PLAIN_STEP] for name, value in seconds.items()}
+        for batch in (1, 4)
+        for seconds in [_seconds("generation")[f"{TIMED_MODEL} float32 B={batch} context=256"]]
+    ]
     rows = [
         [name, *(f"{ratios[call]:.2f}×" if call in ratios else "–" for ratios in found)]
         for name, call in STEPS.items()
     ]
-    rows.insert(5, ["the model's own step, without a patch", *["1×"] * len(found)])
-    return _table(columns, rows)
+    rows.insert(5, ["the model's own step, without a patch", "1×", "1×"])
+    return _table(["a decode step", "batch 1", "batch 4"], rows)
 
 
 def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
@@ -127,7 +117,7 @@ def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
     path = RESULTS / f"{benchmark}-amd-epyc.json"
     found: dict[str, dict[str, float]] = {}
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        if row["case"].startswith(TIMED_MODELS[0]) and "seconds" in row:
+        if row["case"].startswith(TIMED_MODEL) and "seconds" in row:
             found.setdefault(row["case"], {})[row["call"]] = row["seconds"]["median"]
     return found
 

@@ -49,13 +49,15 @@ def values(numbers: dict[str, Any]) -> dict[str, str]:
 
 
 def _texts(numbers: dict[str, Any]) -> str:
-    rows = []
-    for kind, entry in numbers["prompts"].items():
-        low, high = entry["context_tokens"]
-        counts = [entry[key] for key in ("contexts", "prompts", "kept_tokens", "question_tokens")]
-        rows.append([kind, *map(str, counts), f"{low} to {high}"])
-    columns = ["kind", "contexts", "prompts", "kept tokens", "of questions", "tokens of a context"]
-    return table(columns, rows)
+    """How many prompts there are, of which kinds, and how long they are."""
+    kinds = numbers["prompts"]
+    shares = ", ".join(f"{entry['prompts']} {kind}" for kind, entry in kinds.items())
+    kept = sum(entry["kept_tokens"] for entry in kinds.values())
+    lengths = [length for entry in kinds.values() for length in entry["context_tokens"]]
+    return (
+        f"{shares} prompts have contexts of {min(lengths)} to {max(lengths)} tokens, and {kept}"
+        " kept tokens."
+    )
 
 
 def _interval(entry: dict[str, Any]) -> str:
@@ -201,8 +203,8 @@ def _protocol(numbers: dict[str, Any]) -> dict[str, str]:
 
 
 def _of_protocol(entry: dict[str, Any]) -> str:
-    """The share of equal tokens, and L∞: median and largest."""
-    return "; ".join([percent(entry["match"]), *(format_value(entry["linf"][i]) for i in (0, 3))])
+    """The share of equal tokens, and the largest L∞."""
+    return f"{percent(entry['match'])}; {format_value(entry['linf'][3])}"
 
 
 def _changes(numbers: dict[str, Any]) -> dict[str, str]:
