@@ -189,17 +189,13 @@ def extraction() -> str:
 def hundred() -> str:
     """The bytes that a hundred processes at the measured rate of one move in a second."""
     record, runs = _extractions()
-    rows = []
+    written = []
     for run, seconds in runs:
         if run["workers"] == 1:
-            sizes, patches = run["records"][0]["bytes"], run["records"][0]["patches"]
-            rate = 100 * patches / seconds("all")
-            factors, index, read = (sizes[x] / patches / 1e6 for x in ("shards", "index", "rows"))
-            cells = [f"`{run['update']}`", f"{rate:.0f}", f"{rate * factors:.0f} MB"]
-            cells += [f"{rate * index:.2f} MB", f"{100 * rate * read:.1f} MB"]
-            rows.append([*cells, f"{100 * record['weights_bytes'] / 1e9:.0f} GB"])
-    columns = ["update", "rows/s", "factors written/s", "index written/s", "data set read/s"]
-    return _table([*columns, "weights read at the start"], rows)
+            rate = 100 * run["records"][0]["bytes"]["shards"] / seconds("all")
+            written.append(f"{rate / 1e9:.1f} GB of factors a second with `{run['update']}`")
+    read = 100 * record["weights_bytes"] / 1e9
+    return f"They write {', '.join(written)}, and read {read:.0f} GB of weights at the start."
 
 
 def splits() -> str:

@@ -421,10 +421,10 @@ largest logit, exact in bf16 bit for bit. [model_classes.jsonl](model_classes.js
 Where a class has other logits in a batch or over its cache than for a row alone, a replay is
 compared with those of the batch, and `own` there says how far they are off.
 
-*Realistic weights* have the features of trained ones: a neuron that few tokens excite and that
-makes one channel 2,000 times larger than the others, a token that draws all attention, norms with
-scales from 0.01 to 30, nearly dependent rows and nearly tied logits
-([model_classes_realistic.jsonl](model_classes_realistic.jsonl), with exact in fp16 too).
+*Realistic weights* have the features of trained ones
+([model_classes_realistic.jsonl](model_classes_realistic.jsonl), with exact in fp16 too): a neuron
+that makes one channel 2,000 times larger than the others, a token that draws all attention, norms
+with scales from 0.01 to 30, nearly dependent rows and nearly tied logits.
 """
 
 

@@ -326,25 +326,16 @@ def _images(numbers: dict[str, Any]) -> str:
 
 
 def held_table(numbers: dict[str, Any]) -> str:
-    """Agreement and median L∞ by how the patch is held, as a Markdown table; all ways in bf16."""
-    rows = []
-    for dtype in dtypes_of(numbers["groups"]):
-        names = dict.fromkeys(
-            group["held"]
-            for group in numbers["groups"]
-            if group["dtype"] == dtype and (dtype == "bfloat16" or group["held"] in (LAZY, MERGED))
-        )
-        for name in names:
-            cells = []
-            for update in COLOURS:
-                group = _of(numbers["groups"], dtype=dtype, update=update, held=name)
-                beyond = group["linf"]["not_finite"]
-                cells.append(_agreeing(group) + (f", {percent(beyond)} not finite" * bool(beyond)))
-            rows.append([DTYPES[dtype], name, *cells])
-        same = _agreeing(_of(numbers["untouched"], dtype=dtype))
-        itself = "no patch: the untouched model, one pass against token by token"
-        rows.append([DTYPES[dtype], itself, same, "", ""])
-    return table(["dtype", "the patch is held", *COLOURS], rows)
+    """Agreement and median L∞ in bf16 by how the patch is held, as a Markdown table."""
+    groups = [group for group in numbers["groups"] if group["dtype"] == "bfloat16"]
+    rows = [
+        [name]
+        + [_agreeing(_of(groups, dtype="bfloat16", update=update, held=name)) for update in COLOURS]
+        for name in dict.fromkeys(group["held"] for group in groups)
+    ]
+    same = _agreeing(_of(numbers["untouched"], dtype="bfloat16"))
+    rows.append(["no patch: the untouched model, one pass against token by token", same, "", ""])
+    return table(["the patch is held", *COLOURS], rows)
 
 
 def _agreeing(group: dict[str, Any]) -> str:
@@ -358,7 +349,7 @@ def _short(value: float | None) -> str:
 def _more(name: str, numbers: dict[str, Any]) -> str:
     if name == "5":
         return worst_table(numbers)
-    return "Share of tokens that agree, and median L∞:\n\n" + held_table(numbers)
+    return "Share of tokens that agree in bf16, and median L∞:\n\n" + held_table(numbers)
 
 
 PAGE = FigurePage(

@@ -74,6 +74,8 @@ def runs_shown(numbers: dict[str, Any]) -> list[str]:
 def _agreement(numbers: dict[str, Any]) -> str:
     rows = []
     for dtype, found in numbers["agreement"].items():
+        if dtype == "float16":
+            continue
         for run in runs_shown(numbers):
             entry = found[run]
             if run in NOISE and entry["identical"]["share"] == 1:
