@@ -193,9 +193,9 @@ def hundred() -> str:
     for run, seconds in runs:
         if run["workers"] == 1:
             rate = 100 * run["records"][0]["bytes"]["shards"] / seconds("all")
-            written.append(f"{rate / 1e9:.1f} GB of factors a second with `{run['update']}`")
-    read = 100 * record["weights_bytes"] / 1e9
-    return f"They write {', '.join(written)}, and read {read:.0f} GB of weights at the start."
+            written.append(f"{rate / 1e9:.1f} GB with `{run['update']}`")
+    read = f"Weights read at the start: {100 * record['weights_bytes'] / 1e9:.0f} GB."
+    return f"Factors written in a second: {', '.join(written)}. {read}"
 
 
 def splits() -> str:
