@@ -376,12 +376,12 @@ def label(cells: list[dict[str, Any]]) -> str:
 def page(cells: list[dict[str, Any]], realistic: list[dict[str, Any]]) -> str:
     """All types and variants by what is found of them, with random and with realistic weights."""
     tables = {"random": by_job(cells), "realistic": by_job(realistic)}
-    lines = [INTRODUCTION, "| | " + " | ".join(RESULTS) + " |", "|---" * (len(RESULTS) + 1) + "|"]
+    lines = [INTRODUCTION]
     for weights, table in tables.items():
         for name, variants in (("types", False), ("variants", True)):
             words = Counter(verdict(table[job])[0] for job in table if bool(job[1]) == variants)
-            counts = " | ".join(str(words[word]) for word in RESULTS)
-            lines.append(f"| {name}, {weights} weights | {counts} |")
+            counts = ", ".join(f"{words[word]} {word}" for word in RESULTS if words[word])
+            lines.append(f"- {name}, {weights} weights: {counts}")
     groups: dict[str, list[str]] = {}
     for job, found in tables["random"].items():
         text, other = (label(x) for x in (found, tables["realistic"].get(job, found)))
