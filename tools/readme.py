@@ -195,7 +195,7 @@ def hundred() -> str:
             rate = 100 * run["records"][0]["bytes"]["shards"] / seconds("all")
             written.append(f"{rate / 1e9:.1f} GB with `{run['update']}`")
     read = f"Weights read at the start: {100 * record['weights_bytes'] / 1e9:.0f} GB."
-    return f"Factors written in a second: {', '.join(written)}. {read}"
+    return f"Factors written in a second: {', '.join(written)}.\n{read}"
 
 
 def splits() -> str:
