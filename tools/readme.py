@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from icl_patch.bench.results import load_all
 from icl_patch.bench.results import markdown as _table
 from icl_patch.evaluation.report import format_value, percent, support_markdown
 
@@ -40,7 +39,7 @@ STEPS = {
 PLAIN_STEP = "plain step"
 STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams")
 """The two layouts of a stable step; a case's first is the one that it takes by itself."""
-TIMED_MODELS = ("SmolLM2-135M-Instruct", "0.22B")
+TIMED_MODEL = "SmolLM2-135M-Instruct"
 
 
 def _data(name: str) -> Any:
@@ -92,27 +91,18 @@ def chat() -> str:
 
 
 def speed() -> str:
-    """Decode steps of a pretrained model, or else of a random one, the model's own step being 1."""
-    columns, found = ["a decode step"], []
-    for results in load_all(RESULTS, "generation"):
-        cases = {row["case"].split()[0] for row in results["rows"]}
-        model = next(name for name in TIMED_MODELS if name in cases)
-        for case in ("B=1", "B=4"):
-            seconds = {
-                row["call"]: row["seconds"]["median"]
-                for row in results["rows"]
-                if row["case"] == f"{model} float32 {case} context=256" and "seconds" in row
-            }
-            found.append({name: value / seconds[PLAIN_STEP] for name, value in seconds.items()})
-            where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
-            short = model.removesuffix("-Instruct")
-            columns.append(f"{where.replace('AMD ', '')}, {short}, batch {case[2:]}")
+    """Decode steps of a pretrained model, the model's own step being 1."""
+    found = [
+        {name: value / seconds[PLAIN_STEP] for name, value in seconds.items()}
+        for batch in (1, 4)
+        for seconds in [_seconds("generation")[f"{TIMED_MODEL} float32 B={batch} context=256"]]
+    ]
     rows = [
         [name, *(f"{ratios[call]:.2f}×" if call in ratios else "–" for ratios in found)]
         for name, call in STEPS.items()
     ]
-    rows.insert(5, ["the model's own step, without a patch", *["1×"] * len(found)])
-    return _table(columns, rows)
+    rows.insert(5, ["the model's own step, without a patch", "1×", "1×"])
+    return _table(["a decode step", "batch 1", "batch 4"], rows)
 
 
 def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
@@ -120,7 +110,7 @@ def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
     path = RESULTS / f"{benchmark}-amd-epyc.json"
     found: dict[str, dict[str, float]] = {}
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        if row["case"].startswith(TIMED_MODELS[0]) and "seconds" in row:
+        if row["case"].startswith(TIMED_MODEL) and "seconds" in row:
             found.setdefault(row["case"], {})[row["call"]] = row["seconds"]["median"]
     return found
 
@@ -179,35 +169,26 @@ def extraction() -> str:
         ratio = statistics.median(
             record["seconds"]["all"] / record["seconds"]["own"] for record in run["records"]
         )
-        parts = [seconds(part) / seconds("all") for part in ("plan", "compute", "write")]
+        parts = [seconds(part) / seconds("all") for part in ("compute", "write")]
         patches = run["records"][0]["patches"] * run["workers"]
         memory = max(record["peak_bytes"] for record in run["records"])
         cells = [f"`{run['update']}`", str(run["workers"]), f"{patches / seconds('all'):.2f}"]
-        cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in (*parts, 1 - sum(parts)))]
+        cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in parts)]
         rows.append([*cells, f"{memory / 1e9:.2f} GB"])
-    columns = ["update", "processes", "rows/s", "× the model's own time", "plan and first patch"]
-    return _table(
-        [*columns, "patches", "writing them", "tokens, norms, index", "peak memory"], rows
-    )
+    columns = ["update", "processes", "rows/s", "× the model's own time", "patches", "writing them"]
+    return _table([*columns, "peak memory"], rows)
 
 
 def hundred() -> str:
     """The bytes that a hundred processes at the measured rate of one move in a second."""
     record, runs = _extractions()
-    rows = []
+    written = []
     for run, seconds in runs:
         if run["workers"] == 1:
-            sizes, patches = run["records"][0]["bytes"], run["records"][0]["patches"]
-            rate = 100 * patches / seconds("all")
-            of_row = {name: size / patches for name, size in sizes.items()}
-            cells = [f"`{run['update']}`", f"{rate:.0f}"]
-            cells += [f"{of_row['shards'] / 1e6:.1f} MB", f"{rate * of_row['shards'] / 1e6:.0f} MB"]
-            cells += [f"{rate * of_row['index'] / 1e6:.2f} MB"]
-            cells += [f"{100 * rate * of_row['rows'] / 1e6:.1f} MB", "0"]
-            rows.append([*cells, f"{100 * record['weights_bytes'] / 1e9:.0f} GB"])
-    columns = ["update", "rows/s", "factors of a row", "factors written/s", "index written/s"]
-    columns += ["data set read/s", "between processes/s", "weights read at the start"]
-    return _table(columns, rows)
+            rate = 100 * run["records"][0]["bytes"]["shards"] / seconds("all")
+            written.append(f"{rate / 1e9:.1f} GB with `{run['update']}`")
+    read = f"Weights read at the start: {100 * record['weights_bytes'] / 1e9:.0f} GB."
+    return f"Factors written in a second: {', '.join(written)}.\n{read}"
 
 
 def splits() -> str:

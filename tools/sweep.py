@@ -342,11 +342,10 @@ def by_job(cells: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, 
 
 
 def label(cells: list[dict[str, Any]]) -> str:
-    """The result and its reason, without the names of one class and its modules."""
+    """The result and its reason, without the names of one class and its modules, and the cure."""
     word, text = verdict(cells)
-    text = re.sub(r" \(docs/model_classes.md .*?\)|^[\w.]+ \(\w+\): ", "", " ".join(text.split()))
-    text = re.sub(r"\b(?!Auto)\w+(For\w+|LMHeadModel|ModelWithLMHead)\b", "the class", text)
-    text = re.sub(r"\bmodel\.layers\.\d+\.[\w.]+ (?=has)", "a module ", text)
+    for pattern, words in WORDS:
+        text = re.sub(pattern, words, text)
     separator = ", " if word == "right" else ": "
     return f"{word}{separator}{text}" if text else word
 
@@ -354,12 +353,12 @@ def label(cells: list[dict[str, Any]]) -> str:
 def page(cells: list[dict[str, Any]], realistic: list[dict[str, Any]]) -> str:
     """All types and variants by what is found of them, with random and with realistic weights."""
     tables = {"random": by_job(cells), "realistic": by_job(realistic)}
-    lines = [INTRODUCTION, "| | " + " | ".join(RESULTS) + " |", "|---" * (len(RESULTS) + 1) + "|"]
+    lines = [INTRODUCTION]
     for weights, table in tables.items():
         for name, variants in (("types", False), ("variants", True)):
             words = Counter(verdict(table[job])[0] for job in table if bool(job[1]) == variants)
-            counts = " | ".join(str(words[word]) for word in RESULTS)
-            lines.append(f"| {name}, {weights} weights | {counts} |")
+            counts = ", ".join(f"{words[word]} {word}" for word in RESULTS if words[word])
+            lines.append(f"- {name}, {weights} weights: {counts}")
     groups: dict[str, list[str]] = {}
     for job, found in tables["random"].items():
         text, other = (label(x) for x in (found, tables["realistic"].get(job, found)))
@@ -373,23 +372,36 @@ def page(cells: list[dict[str, Any]], realistic: list[dict[str, Any]]) -> str:
 
 
 RESULTS = ("right", "wrong", "refused", "not built", "not finished")
+WORDS = (
+    (r"\s+", " "),
+    (r" \(docs/model_classes.md .*?\)|^[\w.]+ \(\w+\): ", ""),
+    (r"\b(?!Auto)\w+(For\w+|LMHeadModel|ModelWithLMHead)\b", "the class"),
+    (r"\bmodel\.layers\.\d+\.[\w.]+ (?=has)", "a module "),
+    (r"^\w+(?= looks at the context)", "a module"),
+    (r"\d+ residual streams", "several residual streams"),
+    (r"list of \d+ blocks", "list of blocks"),
+    (r"; found .*?: ", ": "),
+    (r"; got the class of type .*| but it was not found .*", ""),
+    (r"[:.] (choose|compute|absorb|Choose|Load|Attach) .*", ""),
+)
+"""Patterns of a reason, and what the page has in their place."""
 INTRODUCTION = f"""# Model classes
 
 Every model type of the causal mapping of transformers {transformers.__version__}, as a small random
-model: `make sweep` measures and writes this page. A type is *right* if the replay without the
-context has the logits of the unmodified model with it, in every scenario ({", ".join(SCENARIOS)}):
+model: `make sweep` writes this page. Classes that can be encoders or decoders (BERT and its
+relatives) are built as decoders, with `is_decoder=True`; gemma3n where `timm` is installed.
+
+*Right*: the replay without the context has the logits of the unmodified model with it, in every
+scenario ({", ".join(SCENARIOS)}):
 direct, stable and exact in fp32 within 10 times the noise floor or {noise_limit(0):.1e} of the
-largest logit, exact in bf16 bit for bit. Scenarios that a right type refuses are named with the
-reason. [model_classes.jsonl](model_classes.jsonl) has the errors of all scenarios and updates.
+largest logit, exact in bf16 bit for bit. [model_classes.jsonl](model_classes.jsonl) has all errors.
 Where a class has other logits in a batch or over its cache than for a row alone, a replay is
 compared with those of the batch, and `own` there says how far they are off.
 
-*Realistic weights* have the features of trained ones: a neuron that few tokens excite and that
-makes one channel 2,000 times larger than the others, a token that draws all attention, norms with
-scales from 0.01 to 30, nearly dependent rows and nearly tied logits
-(`make sweep TYPES=--realistic`, exact in fp16 too;
-[model_classes_realistic.jsonl](model_classes_realistic.jsonl)). gemma3n is built where `timm` is
-installed.
+*Realistic weights* have the features of trained ones
+([model_classes_realistic.jsonl](model_classes_realistic.jsonl), with exact in fp16 too): a neuron
+that makes one channel 2,000 times larger than the others, a token that draws all attention, norms
+with scales from 0.01 to 30, nearly dependent rows and nearly tied logits.
 """
 
 

@@ -7,6 +7,8 @@ repository. This file adds what Markdown does not have: the navigation.
 import re
 from pathlib import Path
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 import icl_patch
@@ -47,6 +49,7 @@ NAVIGATION = {
 }
 """Captions and pages."""
 
+STATEMENTS = "docs/papers/statements"
 PICTURE = re.compile(
     r"<picture>.*?srcset=\"(?P<dark>\S+)\".*?alt=\"(?P<alt>.*?)\".*?src=\"(?P<light>\S+)\""
     r".*?</picture>",
@@ -117,6 +120,33 @@ def with_navigation(_: Sphinx, name: str, source: list[str]) -> None:
         source[0] = f"# {benchmark}, {device}\n{source[0].partition(chr(10))[2]}"
 
 
+def with_references(app: Sphinx, tree: nodes.document) -> None:
+    """Links the functions in the papers' tables to the reference. A name that is not there is a
+    warning, which fails the build.
+    """
+    if app.env.docname != STATEMENTS:
+        return
+    for table in tree.findall(nodes.table):
+        heads = [
+            entry.astext() for entry in next(iter(table.findall(nodes.thead))).findall(nodes.entry)
+        ]
+        for row in next(iter(table.findall(nodes.tbody))).findall(nodes.row):
+            cells = dict(zip(heads, row.children, strict=True))
+            for name in (
+                list(cells["function"].findall(nodes.literal)) if "function" in cells else ()
+            ):
+                if "::" not in name.astext():
+                    name.replace_self(reference(app, name))
+
+
+def reference(app: Sphinx, name: nodes.literal) -> addnodes.pending_xref:
+    """A name below ``icl_patch`` as a reference to its entry."""
+    target = f"icl_patch.{name.astext()}"
+    place = {"refdoc": app.env.docname, "refdomain": "py", "reftype": "obj", "refwarn": True}
+    return addnodes.pending_xref("", name.deepcopy(), reftarget=target, refexplicit=True, **place)
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", with_navigation)
+    app.connect("doctree-read", with_references)

@@ -161,9 +161,9 @@ def _of(groups: Iterable[dict[str, Any]], **wanted: str) -> dict[str, Any]:
 def measured(name: str, numbers: dict[str, Any]) -> str:
     """The line that stands beside the paper's claim: numbers only."""
     if name == "5":
-        return "; ".join(
-            _generation(numbers["curves"], dtype) for dtype in dtypes_of(numbers["curves"])
-        ) + (_images(numbers) if "groups" in numbers else "")
+        match = [same for curve in numbers["curves"] for same in curve["match"]]
+        agreeing = f"{sum(match)} of {len(match)} tokens agree, over all dtypes and updates"
+        return agreeing + (_images(numbers) if "groups" in numbers else "")
     rows = []
     for held in (LAZY, MERGED):
         shares = {
@@ -182,20 +182,20 @@ def measured(name: str, numbers: dict[str, Any]) -> str:
     )
 
 
-def _generation(curves: list[dict[str, Any]], dtype: str) -> str:
-    parts = []
-    for curve in curves:
-        if curve["dtype"] == dtype:
-            how = "" if curve["held"] == LAZY else " merged"
-            worst = (
-                "not finite"
-                if None in curve["linf"]
-                else f"{max(curve['linf']):.1e}".replace("0.0e+00", "0")
-            )
-            parts.append(
-                f"{curve['update']}{how} {worst} ({sum(curve['match'])} of {len(curve['match'])})"
-            )
-    return f"{DTYPES[dtype]}, largest L∞ and tokens that agree: " + ", ".join(parts)
+def worst_table(numbers: dict[str, Any]) -> str:
+    """The largest L∞ by dtype and update, as a Markdown table."""
+    curves = numbers["curves"]
+    names = {curve["update"] + " merged" * (curve["held"] != LAZY): "" for curve in curves}
+    rows = [
+        [DTYPES[dtype]]
+        + [
+            "not finite" if None in curve["linf"] else _short(max(curve["linf"]))
+            for curve in curves
+            if curve["dtype"] == dtype
+        ]
+        for dtype in dtypes_of(curves)
+    ]
+    return table(["largest L∞", *names], rows)
 
 
 def _images(numbers: dict[str, Any]) -> str:
@@ -204,36 +204,27 @@ def _images(numbers: dict[str, Any]) -> str:
         name: sum(entry[name] for entry in right) / len(right)
         for name in ("with_image", "with_another_image", "without_image", "chance")
     }
-    replayed = ", ".join(
-        f"{DTYPES[group['dtype']]} {group['update']} {percent(group['replay_right'])}"
-        for group in numbers["groups"]
-    )
+    replayed = [group["replay_right"] for group in numbers["groups"]]
+    shown = " to ".join(dict.fromkeys(percent(share) for share in (min(replayed), max(replayed))))
     return (
         f"; answers right on held-out scenes: {percent(shares['with_image'])} with the image,"
         f" {percent(shares['with_another_image'])} with another scene's,"
         f" {percent(shares['without_image'])} with none (chance {percent(shares['chance'])}); whole"
-        f" answers that a replay without the image gives right: {replayed}"
+        f" answers that a replay without the image gives right: {shown}"
     )
 
 
 def held_table(numbers: dict[str, Any]) -> str:
-    """Agreement and median L∞ by how the patch is held, as a Markdown table."""
-    rows = []
-    for dtype in dtypes_of(numbers["groups"]):
-        names = dict.fromkeys(
-            group["held"] for group in numbers["groups"] if group["dtype"] == dtype
-        )
-        for name in names:
-            cells = []
-            for update in COLOURS:
-                group = _of(numbers["groups"], dtype=dtype, update=update, held=name)
-                beyond = group["linf"]["not_finite"]
-                cells.append(_agreeing(group) + (f", {percent(beyond)} not finite" * bool(beyond)))
-            rows.append([DTYPES[dtype], name, *cells])
-        same = _agreeing(_of(numbers["untouched"], dtype=dtype))
-        itself = "no patch: the untouched model, one pass against token by token"
-        rows.append([DTYPES[dtype], itself, same, "", ""])
-    return table(["dtype", "the patch is held", *COLOURS], rows)
+    """Agreement and median L∞ in bf16 by how the patch is held, as a Markdown table."""
+    groups = [group for group in numbers["groups"] if group["dtype"] == "bfloat16"]
+    rows = [
+        [name]
+        + [_agreeing(_of(groups, dtype="bfloat16", update=update, held=name)) for update in COLOURS]
+        for name in dict.fromkeys(group["held"] for group in groups)
+    ]
+    same = _agreeing(_of(numbers["untouched"], dtype="bfloat16"))
+    rows.append(["no patch: the untouched model, one pass against token by token", same, "", ""])
+    return table(["the patch is held", *COLOURS], rows)
 
 
 def _agreeing(group: dict[str, Any]) -> str:
@@ -245,9 +236,9 @@ def _short(value: float | None) -> str:
 
 
 def _more(name: str, numbers: dict[str, Any]) -> str:
-    if name != "held":
-        return ""
-    return "Share of tokens that agree, and median L∞:\n\n" + held_table(numbers)
+    if name == "5":
+        return worst_table(numbers)
+    return "Share of tokens that agree in bf16, and median L∞:\n\n" + held_table(numbers)
 
 
 PAGE = FigurePage(

@@ -50,13 +50,15 @@ def values(numbers: dict[str, Any]) -> dict[str, str]:
 
 
 def _texts(numbers: dict[str, Any]) -> str:
-    rows = []
-    for kind, entry in numbers["prompts"].items():
-        low, high = entry["context_tokens"]
-        counts = [entry[key] for key in ("contexts", "prompts", "kept_tokens", "question_tokens")]
-        rows.append([kind, *map(str, counts), f"{low} to {high}"])
-    columns = ["kind", "contexts", "prompts", "kept tokens", "of questions", "tokens of a context"]
-    return table(columns, rows)
+    """How many prompts there are, of which kinds, and how long they are."""
+    kinds = numbers["prompts"]
+    shares = ", ".join(f"{entry['prompts']} {kind}" for kind, entry in kinds.items())
+    kept = sum(entry["kept_tokens"] for entry in kinds.values())
+    lengths = [length for entry in kinds.values() for length in entry["context_tokens"]]
+    return (
+        f"{shares} prompts have contexts of {min(lengths)} to {max(lengths)} tokens, and {kept}"
+        " kept tokens."
+    )
 
 
 def _interval(entry: dict[str, Any]) -> str:
@@ -73,40 +75,34 @@ def runs_shown(numbers: dict[str, Any]) -> list[str]:
 def _agreement(numbers: dict[str, Any]) -> str:
     rows = []
     for dtype, found in numbers["agreement"].items():
+        if dtype == "float16":
+            continue
         for run in runs_shown(numbers):
             entry = found[run]
-            errors = [format_value(entry["linf"][i]) for i in (0, 1, 3)]
+            if run in NOISE and entry["identical"]["share"] == 1:
+                continue  # the model has the same bits
+            errors = [format_value(entry["linf"][i]) for i in (0, 3)]
             rows.append(
                 [
                     DTYPES[dtype],
                     f"the model, {run}" if run in NOISE else run,
-                    str(entry["tokens"]),
                     _interval(entry["match"]),
                     percent(entry["identical"]["share"]),
                     *errors,
-                    format_value(entry["tvd"][3]),
                 ]
             )
-    columns = ["dtype", "run", "tokens", "same token", "identical logits", "L∞: median", "90 %"]
-    return table([*columns, "largest", "TVD: largest"], rows)
+    columns = ["dtype", "run", "same token", "identical logits", "L∞: median", "largest"]
+    return table(columns, rows)
 
 
 def _paper(numbers: dict[str, Any]) -> str:
-    """Our shares beside the paper's."""
-    rows = []
-    for (dtype, update), claim in PAPER.items():
-        if found := numbers["agreement"].get(dtype):
-            measured = "stable" if numbers["direct_is_stable"] else update
-            single = {
-                curve["held"] == LAZY: percent(curve["match"])
-                for curve in numbers["protocol"][dtype]["curves"]
-                if not curve["kept"] and curve["update"] == measured
-            }
-            cells = [single.get(lazy, "") for lazy in (True, False)]
-            many = _interval(found[update]["match"])
-            rows.append([DTYPES[dtype], update, f"{claim} %", many, *cells])
-    columns = ["dtype", "update", "the paper, Gemma 3 1B", "many kept tokens"]
-    return table([*columns, "one token at a time", "the same, merged into the weights"], rows)
+    """The paper's shares in the dtypes that were measured."""
+    claims = [
+        f"{claim} % of the tokens in {DTYPES[dtype]} with the {update} update"
+        for (dtype, update), claim in PAPER.items()
+        if dtype in numbers["agreement"]
+    ]
+    return f"The paper's Gemma 3 1B keeps {' and '.join(claims)}." if claims else ""
 
 
 def _low(numbers: dict[str, Any], key: str) -> Any:
@@ -207,8 +203,8 @@ def _protocol(numbers: dict[str, Any]) -> dict[str, str]:
 
 
 def _of_protocol(entry: dict[str, Any]) -> str:
-    """The share of equal tokens, and L∞: median and largest."""
-    return "; ".join([percent(entry["match"]), *(format_value(entry["linf"][i]) for i in (0, 3))])
+    """The share of equal tokens, and the largest L∞."""
+    return f"{percent(entry['match'])}; {format_value(entry['linf'][3])}"
 
 
 def _changes(numbers: dict[str, Any]) -> dict[str, str]:
@@ -217,15 +213,15 @@ def _changes(numbers: dict[str, Any]) -> dict[str, str]:
         for module, entry in numbers["sizes"][run].items():
             low, middle, high = entry["all"]
             directions = spans[prefix][f"{module}/directions per token"]
-            shares = [percent(_mean([row[i] for row in directions])) for i in (0, 1, 2)]
+            shares = [percent(_mean([row[i] for row in directions])) for i in (0, 1)]
             mean = percent(_mean(spans[prefix][f"{module}/mean"]))
             sizes = [percent(x) for x in (low, middle, high)]
             rows.append([name, f"`{module}`", *sizes, *shares, mean])
-    columns = ["context", "module", "‖ΔW‖/‖W‖: 5 %", "median", "95 %", "directions: 50 %", "90 %"]
+    columns = ["context", "module", "‖ΔW‖/‖W‖: 5 %", "median", "95 %", "directions: 50 %"]
     found = spans["0"]
     ranks = [min(x) for name, x in found.items() if name.endswith("/rank per token")]
     return {
-        "changes": table([*columns, "99 %", "the mean holds"], rows),
+        "changes": table([*columns, "90 %", "the mean holds"], rows),
         "span_groups": str(found["groups"]),
         "span_tokens": f"{found['tokens'][0]:g}",
         "lowest_rank": percent(min(ranks)),
@@ -250,18 +246,19 @@ def _ratio_of_sizes(numbers: dict[str, Any]) -> float:
 
 def _growth(numbers: dict[str, Any]) -> dict[str, str]:
     found, entries = {}, numbers["grown"]
+    first = entries["right"]
+    count = len(first["steps"])
+    lines = [k for k in range(count + 1) if k & (k - 1) == 0]  # 0 and the powers of two
     rows = []
     for how, entry in entries.items():
         found[f"{how}_smaller"] = percent(entry["smaller"])
-        steps = [f"{row[1]:.2f}" for row in entry["steps"]]
-        rows.append([f"step of line k, {how} answers (median)", "", *steps])
-        right = [f"{p:.2f}" for p in entry["right"]]
+        steps = ["", *(f"{row[1]:.2f}" for row in entry["steps"])]
+        rows.append([f"step of line k, {how} answers (median)", *(steps[k] for k in lines)])
+        right = [f"{entry['right'][k]:.2f}" for k in lines]
         rows.append([f"probability of the right answer, {how}", *right])
-    first = entries["right"]
-    count = len(first["steps"])
     low, high = (percent(x) for x in first["smaller_by_task"])
     return found | {
-        "growth": table(["lines", *map(str, range(count + 1))], rows),
+        "growth": table(["lines", *map(str, lines)], rows),
         "grown_tasks": str(first["tasks"]),
         "grown_pairs": str(count),
         "grown_series": str(first["series"]),

@@ -39,62 +39,62 @@ HEAD = """\
 # Static patches beside other methods
 
 `make static` measures SmolLM2-135M-Instruct in bf16 on one thread, and writes this page from
-[its cells](data/static-cells.jsonl). Tasks and numbers of questions stand at the top of
-`examples/static/evaluation.py` and were chosen before anything was fitted; so were the lines of the
-contexts, for capitals and comparatives by the accuracy with the context. Since a first run the
-pairs to fit and to test are drawn at random: the lists begin with the words that are best known.
+[its cells](data/static-cells.jsonl). Tasks and numbers of questions
+(`examples/static/evaluation.py`) were chosen before anything was fitted; so were the lines of the
+contexts, for capitals and comparatives by the accuracy with the context.
 
 - *context*: the model with its context; *no context*: the model alone.
-- *patch for each token*: the exact patch of this package, which is made for one prompt. Its shares
-  are of the first eight held-out prompts of each column. Its replays chose the token of the run
-  that each patch was computed from at {same} of {tokens} tokens; the row *context* reads the same
-  prompts in batches, which in bf16 changes some tokens.
+- *patch for each token*: the exact patch of this package, which is made for one prompt. **It was
+  tried on the first eight held-out prompts of each column alone.** Its replays chose the token of
+  the run that each patch was computed from at {same} of {tokens} tokens; the row *context* runs in
+  batches, which in bf16 changes some tokens.
 - *static patch*: `static.fit` with its defaults; also with 12 questions.
 - *steering vector*, *task vector*: the mean difference of the residual stream is added, or the mean
   stream with the context put in the question's last token, behind the best of six blocks.
-- *LoRA (PEFT)*: rank 8 on the MLPs of all blocks, the usual loop with AdamW on the same divergence
-  and texts, as many steps as the static patch makes at most; of two learning rates the better one
-  on the first task of a kind, without the time of the other.
+- *LoRA (PEFT)*: rank 8 on the MLPs of all blocks, AdamW on the same divergence and texts, as many
+  steps as the static patch makes at most; the better of two learning rates on the first task of a
+  kind, without the time of the other.
 - *prompt tuning (PEFT)*: 16 virtual tokens, for as many seconds of the CPU as the static patch.
 
-Brackets hold the range over seeds. What has not been run yet is left out: the cells name what has.
+Brackets hold the range over seeds.
 """
 SECTIONS = {
     "few_shot": """
 ## Few-shot tasks
 
-Eight lines are the context and 48 questions are fitted. The share of 40 held-out questions whose
-right answer is the greedy one, in %:
+Eight lines are the context and 48 questions are fitted. The share of 40 held-out questions (for
+*patch for each token* of 8) whose right answer is the greedy one, in %:
 """,
     "chats": """
 ## Chats
 
-The system message is the context and 64 questions are fitted. On 24 held-out chats, at the tokens
-of the model's answer with the system message: KL divergence in nats a token, and in % the tokens
-that are the first choice with the system message, too:
+The system message is the context and 64 questions are fitted. On 24 held-out chats (*patch for
+each token*: 8), at the tokens of the model's answer with the system message: KL divergence in nats
+a token, and in brackets the share of tokens that are the first choice with the system message,
+too; means over seeds:
 """,
     "facts": """
 ## Facts
 
 One patch for 32 statements that contradict what is true, fitted on a question and a paraphrase of
 each. The share of prompts that get the new answer, in %, for the 16 facts that the model believes
-least without the statement, and the 16 that it believes most. *Neighbours*: prompts on other facts
-where each token of the answer has the first choice that it had:
+least without the statement, and the 16 that it believes most (*patch for each token*: 8 each).
+*Neighbours*: prompts on other facts where each token of the answer has the first choice that it
+had:
 """,
     "kept": """
 ## Unrelated prompts
 
 24 prompts of each kind, each with the unpatched model's greedy answer of eight tokens: the share of
-these tokens that are still the first choice, in %, over all tasks. In bf16 near ties make even the
-unpatched model choose otherwise if its rows are batched otherwise: that is the row *no context*.
+these tokens that are still the first choice, in %, over all tasks. In bf16 even the unpatched model
+chooses otherwise in other batches: that is the row *no context*.
 """,
     "cost": """
 ## Cost
 
 Means over all tasks: seconds on the clock and of the CPU, answers to fit on included; *floor*, the
-CPU seconds of as many forward and backward passes of the whole model over such batches and nothing
-else; steps, and bytes of what is stored.
-*Refused*: fits that raise `HarmfulPatchError`; the tables show what their patches do all the same.
+CPU seconds of as many forward and backward passes of the whole model over such batches; bytes of
+what is stored; *refused*, fits that raise `HarmfulPatchError`.
 """,
 }
 
@@ -155,15 +155,15 @@ def methods_of(entries: Sequence[Entry]) -> list[str]:
 
 
 def chats(entries: Sequence[Entry]) -> str:
-    """KL and agreement by method and chat."""
+    """KL, and agreement in brackets, by method and chat."""
     names = list(dict.fromkeys(e["task"] for e in entries))
     rows = []
     for method in methods_of(entries):
         groups = [of(entries, method=method, task=name) for name in names]
-        kl = [shown(x, lambda e: e["tests"]["answers"]["kl"], "{:.2f}") for x in groups]
-        rows.append([method, *kl, *(shown(x, percent("answers", "agreement")) for x in groups)])
-    head = [f"{name}: {number}" for number in ("KL", "agreement") for name in names]
-    return table(["method", *head], rows)
+        kl = [f"{over_tasks(x, lambda e: e['tests']['answers']['kl']):.2f}" for x in groups]
+        same = [f"{over_tasks(x, percent('answers', 'agreement')):.0f}" for x in groups]
+        rows.append([method, *(f"{x} ({y} %)" for x, y in zip(kl, same, strict=True))])
+    return table(["method", *names], rows)
 
 
 def facts(entries: Sequence[Entry]) -> str:
@@ -205,17 +205,13 @@ def cost(entries: Sequence[Entry]) -> str:
             f"{over_tasks(group, lambda e, n=name: e[n]):.0f}"
             for name in ("seconds", "cpu_seconds")
         ]
-        steps, floor = (
-            f"{over_tasks(group, lambda e, n=name: e[n]):.0f}"
-            if all(name in e for e in group)
-            else "–"
-            for name in ("steps", "floor")
-        )
+        floors = all("floor" in e for e in group)
+        floor = f"{over_tasks(group, lambda e: e['floor']):.0f}" if floors else "–"
         refused = sum(bool(e.get("refused")) for e in group)
         nbytes = f"{over_tasks(group, lambda e: e['nbytes']):,.0f}"
-        rows.append([method, *seconds, floor, steps, nbytes, f"{refused} of {len(group)}"])
+        rows.append([method, *seconds, floor, nbytes, f"{refused} of {len(group)}"])
     rows = [row for row in rows if row[0] in STYLES]
-    return table(["method", "seconds", "CPU seconds", "floor", "steps", "bytes", "refused"], rows)
+    return table(["method", "seconds", "CPU seconds", "floor", "bytes", "refused"], rows)
 
 
 def draw(entries: Sequence[Entry], path: Path) -> None:

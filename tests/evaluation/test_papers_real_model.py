@@ -239,7 +239,7 @@ def test_the_committed_page_is_that_of_the_numbers(tmp_path: Path) -> None:
 def test_no_number_of_the_notes_is_written_by_hand() -> None:
     """But for those that are settings: the protocol's, and the dtypes' names."""
     settings = (
-        r"Gemma 3|bf16|fp32|9[05] %|1e-4|1e-6|50, 90 and 99 %|Definitions 3 and 4|Algorithm 1"
+        r"Gemma 3|bf16|fp16|fp32|9[05] %|1e-4|1e-6|50 and 90 %|Definitions 3 and 4|Algorithm 1"
     )
     for path in (page.NOTES, page.NOTES.with_name(f"real_model_{committed()['model']}.md")):
         text = re.sub(r"\{\w+\}|\]\([^)]*\)", "", path.read_text("utf-8"))
