@@ -153,20 +153,27 @@ def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iter
         traces[path] = BlockTrace(path, block, calls)
 
 
-@torch.no_grad()
-def trace(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
-) -> dict[str, BlockTrace]:
-    """One forward of the model on ``ids`` (B, T), and the calls in each of its layers; one that
-    did not run once is left out.
+@contextmanager
+def tracing(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, BlockTrace]]:
+    """Within this context the calls in each of the layers are kept; a layer that did not run once
+    is left out of the result.
     """
     traces: dict[str, BlockTrace] = {}
     with ExitStack() as stack:
         for path, layer in layers.items():
             stack.enter_context(_tracing(path, layer, traces))
-        mask, positions = (
-            torch.ones_like(ids),
-            torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
-        )
+        yield traces
+
+
+@torch.no_grad()
+def trace(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
+) -> dict[str, BlockTrace]:
+    """:func:`tracing` of one forward of the model on ``ids`` (B, T)."""
+    mask, positions = (
+        torch.ones_like(ids),
+        torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
+    )
+    with tracing(layers) as traces:
         call(model, ids, mask, positions, new_cache(model))
     return traces

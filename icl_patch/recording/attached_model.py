@@ -22,7 +22,6 @@ from icl_patch.layers.attachment import one_pass
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
-from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.forward import check_inputs, counts_slots, names_of
 from icl_patch.models.forward_override import what_runs
@@ -64,7 +63,7 @@ from icl_patch.recording.passes import (
     replay_observed,
 )
 from icl_patch.recording.patch_assembly import empty_patch
-from icl_patch.recording.self_check import SelfCheck, measure_multipliers
+from icl_patch.recording.self_check import SelfCheck, takes_padding
 from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
 
@@ -73,13 +72,12 @@ from icl_patch.tolerances import rounding_limit
 class _Known:
     """What attaching found of a model.
 
-    state: of its modules, settings and weights then. block_specs, takes_padding: as of
-        :class:`AttachedModel`. weights: watched since.
+    state: of its modules, settings and weights then. block_specs: as of :class:`AttachedModel`.
+    weights: watched since.
     """
 
     state: tuple[Any, ...]
     block_specs: tuple[Block, ...]
-    takes_padding: bool
     weights: WatchedWeights
 
 
@@ -122,8 +120,6 @@ class AttachedModel:
         family: the type of the language model.
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
-        takes_padding: whether a row with padding on its left has the logits that it has alone.
-        divisible: whether some rows of a patch, or its first tokens, can be replayed by themselves.
         hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
 
     Raises:
@@ -157,15 +153,12 @@ class AttachedModel:
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
+        self._takes_padding: dict[HookIds, bool] = {}
         # When this object is collected, no pass is running.
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
         try:
-            # autocast's rounding would hide the errors that the self-check looks for
-            with (
-                self.attachment.one_pass(),
-                torch.autocast(input_device(model).type, enabled=False),
-            ):
+            with self.attachment.one_pass(), self._own_rounding():
                 self.ranks.shared(lambda: self._attach(state))
         except torch.OutOfMemoryError:
             self.detach()
@@ -189,6 +182,10 @@ class AttachedModel:
             self.detach()
             raise
 
+    def _own_rounding(self) -> torch.autocast:
+        """Autocast off, whose rounding would hide the errors that attaching looks for."""
+        return torch.autocast(input_device(self.model).type, enabled=False)
+
     def _check_model(self, model: PreTrainedModel) -> None:
         check_language_model(model)
         check_attention(model)
@@ -210,25 +207,20 @@ class AttachedModel:
             known = None
         if self.ranks.size > 1:
             self.ranks.agree(versions() | self._facts())
-        own = self.ranks.shared(lambda: blocks_of(self.model)) if known is None else ()
-        self._set_specs(own if known is None else known.block_specs, known is None)
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        self.divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         if known is not None:
-            self.takes_padding, self.weights = known.takes_padding, known.weights
+            self.weights = known.weights
+            self._set_specs(known.block_specs, False)
             self._swap_blocks()
             return
         self.weights.refresh()
         check = SelfCheck(self.model, self.recurrent)
-        check.check_positions()
-        self.takes_padding = check.takes_padding()
+        self._set_specs(self.ranks.shared(check.blocks), True)
         self._swap_blocks()
-        self.ranks.shared(lambda: measure_multipliers(self))
-        self._set_specs([block.block for block in self.blocks], True)
         check.run(self)
+        self._set_specs([block.block for block in self.blocks], True)
         if state is not None:
-            found = _Known(state, self.block_specs, self.takes_padding, self.weights)
-            _known[self.model] = found
+            _known[self.model] = _Known(state, self.block_specs, self.weights)
 
     def _set_specs(self, blocks: Sequence[Block], own: bool) -> None:
         """Take the specs of all blocks, or of this rank's ``own``."""
@@ -321,6 +313,22 @@ class AttachedModel:
         return self.recurrent or self._magnifies_rounding
 
     @property
+    def divisible(self) -> bool:
+        """Whether some rows of a patch, or its first tokens, can be replayed by themselves."""
+        return not (self._magnifies_rounding or chooses_tokens(self.model))
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether a row with padding on its left has the logits that it has alone; tried when it
+        is first asked for.
+        """
+        with self.attachment.one_pass(), torch.inference_mode(False), self._own_rounding():
+            hooked = self.hooks.current()
+            if hooked not in self._takes_padding:
+                self._takes_padding[hooked] = takes_padding(self.model, self.recurrent)
+        return self._takes_padding[hooked]
+
+    @property
     def _magnifies_rounding(self) -> bool:
         """Whether the update divides by activations."""
         scales = any(block.spec.writer is Writer.SCALE for block in self.block_specs)
@@ -356,7 +364,7 @@ class AttachedModel:
     def check_rows(self, sequences: Sequences) -> None:
         """Raises ValueError for rows that the model would treat otherwise than alone."""
         name = type(self.model).__name__
-        if not (self.takes_padding or sequences.head_mask.all()):
+        if not (sequences.head_mask.all() or self.takes_padding):
             raise ValueError(
                 f"expected rows of one length for {name}, whose logits for a padded row are others"
                 " than for the row alone, got padding on the left: compute each row by itself"

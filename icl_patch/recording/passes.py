@@ -207,10 +207,14 @@ def close_on(
     patch: ContextPatch,
     update: str,
     live: Tensor | None = None,
+    prefix: Cache | None = None,
 ) -> Computation:
-    """The closing pass alone: fills ``patch`` from the blocks' activations with the context."""
+    """The closing pass alone: fills ``patch`` from the blocks' activations with the context.
+
+    prefix: as :func:`prefix_cache`, which is run by default.
+    """
     blocks, recurrent = attached.blocks, attached.recurrent
-    prefix = prefix_cache(attached.model, patch)
+    prefix = prefix_cache(attached.model, patch) if prefix is None else prefix
     calls: list[list[BlockDiagnostics]] = []
     layers: list[tuple[Factors, ...]] = []
     reduced: list[Tensor] = []
@@ -239,9 +243,9 @@ def close_on(
 # -- replaying
 
 
-def replay_logits(attached: HasBlocks, patch: ContextPatch) -> Tensor:
-    """Replay a patch: logits (B, T, V)."""
-    cache = prefix_cache(attached.model, patch)
+def replay_logits(attached: HasBlocks, patch: ContextPatch, prefix: Cache | None = None) -> Tensor:
+    """Replay a patch: logits (B, T, V). prefix: as in :func:`close_on`."""
+    cache = prefix_cache(attached.model, patch) if prefix is None else prefix
     parts = calls_of(patch.kept_ids.shape[1], attached.recurrent)
     return torch.cat([_replay_part(attached, patch, cache, part) for part in parts], 1)
 
