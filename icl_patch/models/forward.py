@@ -72,11 +72,6 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in _inputs_of(type(model).forward)
 
 
-def cuts_logits(model: PreTrainedModel) -> bool:
-    """Whether the model computes the logits of its last tokens alone when it is asked to."""
-    return "logits_to_keep" in _inputs_of(type(model).forward)
-
-
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model takes a cache of the tokens before."""
     names = _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)

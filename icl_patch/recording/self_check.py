@@ -2,8 +2,8 @@
 blocks behave as their specs say.
 """
 
-from collections.abc import Container, Sequence
-from contextlib import ExitStack
+from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block
-from icl_patch.models.forward import call, counts_slots, cuts_logits, takes_positions
+from icl_patch.models.forward import call, counts_slots, takes_positions
 from icl_patch.models.language_model import random_tokens, text_config
 from icl_patch.models.model_checks import above_range, below_range
 from icl_patch.models.pipeline import stage_of
@@ -122,8 +122,9 @@ class SelfCheck:
     - its replay gives the logits of the unmodified model: a block that reads its context again
       after its sum fails here.
 
-    Multipliers other than 1 are measured first. If the replay is wrong, 1 is measured too: rounding
-    may have hidden another number from detection.
+    Multipliers are measured first, in a fifth forward, unless the dtype has digits enough to tell
+    that they are 1. If the replay is wrong, they are measured at any rate, and the context is read
+    before the kept tokens, as `compute` does: then all its rows are multiplied as in a replay.
     """
 
     def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
@@ -132,7 +133,7 @@ class SelfCheck:
         ids = random_tokens(model, 8 if recurrent else 9, seed=0).repeat(1 if recurrent else 2, 1)
         self._sequences = assemble(ids[:, 2:7], ids[:, 7:], prefix_ids=ids[:, :2])
         self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
-        self._expected = ids.new_empty(0)
+        self._start, self._expected = self._sequences.head_ids.shape[1], ids.new_empty(0)
 
     def blocks(self) -> list[Block]:
         """The model's blocks, from the first of the forwards; see
@@ -144,41 +145,71 @@ class SelfCheck:
 
         return blocks_of(self._model, forward)
 
-    def _forward(self, positions: Tensor | None) -> tuple[Tensor, Cache, Visibility]:
-        """All tokens in one call: logits of the kept ones (B, T, V), the cache."""
-        tokens, cache = self._sequences, kv_cache.new_cache(self._model)
-        visibility = Visibility(self._live | ~tokens.absorbed)
-        kept, inputs = tokens.tail_ids.shape[1], (tokens.ids, tokens.mask, positions, cache)
-        logits = forward_passes.run(
-            self._model, *inputs, visibility, longest=tokens.longest, last_logits=kept
-        )
-        return logits, cache, visibility
+    def _forward(
+        self, positions: Tensor | None, *, split: bool = False
+    ) -> tuple[Tensor, Cache, set[int | None]]:
+        """All tokens in one call, or ``split`` before the kept ones: the logits of these (B, T, V),
+        the cache, and the sizes of windows in the masks.
+        """
+        tokens, cache, start = self._sequences, kv_cache.new_cache(self._model), self._start
+        visible, windows = self._live | ~tokens.absorbed, set[int | None]()
+        for part in (slice(0, start), slice(start, None)) if split else (slice(0, None),):
+            logits = forward_passes.run(
+                self._model,
+                tokens.ids[:, part],
+                tokens.mask[:, : part.stop],
+                None if positions is None else positions[:, part],
+                cache,
+                Visibility(visible[:, : part.stop], windows=windows),
+                longest=tokens.longest,
+                last_logits=tokens.ids.shape[1] - start,
+            )
+        return logits, cache, windows
+
+    @contextmanager
+    def _head_inputs(self) -> Iterator[list[Tensor]]:
+        """Within this context what the head reads of the kept tokens is appended to the list, on
+        the rank that has the head.
+        """
+        read: list[Tensor] = []
+        kept = slice(self._start - self._sequences.ids.shape[1], None)
+
+        def before(_module: Any, args: Any, kwargs: Any) -> None:
+            x = first_tensor((*args, kwargs))
+            assert x is not None
+            read.append(x[:, kept].clone())
+
+        head = self._model.get_output_embeddings()
+        with head.register_forward_pre_hook(before, with_kwargs=True):
+            yield read
 
     @torch.no_grad()
     def run(self, attached: HasBlocks) -> None:
         """Raises UnsupportedModelError if the model does not behave as its block specs say."""
-        blocks, ranks = attached.blocks, attached.ranks
-        with observe(blocks) as activations:
-            logits, cache, visibility = self._forward(self._sequences.positions)
+        blocks, ranks, positions = attached.blocks, attached.ranks, self._sequences.positions
+        with observe(blocks) as activations, self._head_inputs() as read:
+            logits, cache, windows = self._forward(positions)
         if not _same(logits, self._expected):
             self._check_positions(logits)
         ranks.shared(lambda: self._check_blocks(blocks, activations))
-        windows = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
-        if not self._recurrent and windows and visibility.windows <= {None}:
+        sliding = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+        if sliding and not self._recurrent and windows <= {None}:
             raise UnsupportedModelError(
                 f"{self._name} keeps its window by dropping tokens from its cache, not by its mask"
             )
         patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
-        prefix = self._prefix(patch, cache)
-        kept = slice(self._sequences.head_ids.shape[1], None)
-        of_kept = [block.part(kept) for block in activations]
+        prefix, few_bits = self._prefix(patch, cache), torch.finfo(logits.dtype).eps > 1e-4
         numbers = {block.spec.residual_multiplier for block in blocks}
-        if measured := ranks.any(not numbers <= {0, 1}):
+        if measured := ranks.any(few_bits or not numbers <= {0, 1}):
             ranks.shared(lambda: measure_multipliers(attached))
-        reason = self._reason(attached, of_kept, patch, prefix)
-        if reason is not None and not measured:
+        if self._reason(attached, activations, patch, prefix, read) is None:
+            return
+        if not measured:
             ranks.shared(lambda: measure_multipliers(attached))
-            reason = self._reason(attached, of_kept, patch, prefix)
+        with observe(blocks) as activations, self._head_inputs() as read:
+            logits, *_ = self._forward(positions, split=True)
+        patch = replace(patch, logits=logits)
+        reason = self._reason(attached, activations[-len(blocks) :], patch, prefix, read)
         if reason is not None:
             raise UnsupportedModelError(reason)
 
@@ -242,14 +273,15 @@ class SelfCheck:
         activations: list[BlockActivations],
         patch: ContextPatch,
         prefix: Cache,
+        read: list[Tensor],
     ) -> str | None:
         """Why a patch of the rows that see their context is wrong; None if it is right."""
         rows, dtype = self._live.squeeze(1), self._model.dtype
         assert patch.logits is not None
+        kept = slice(self._start - self._sequences.ids.shape[1], None)
+        of_kept = [block.part(kept) for block in activations]
         try:
-            computation = close_on(
-                attached, activations, patch, "exact", self._live, deepcopy(prefix)
-            )
+            computation = close_on(attached, of_kept, patch, "exact", self._live, deepcopy(prefix))
         except ControllabilityError:
             # weights of zero have no patch for these tokens; the user's tokens raise this again
             alone = run_kept(self._model, patch, deepcopy(prefix))
@@ -258,24 +290,27 @@ class SelfCheck:
         assert report is not None and patch.logits is not None
         for place, block in zip(attached.places, attached.blocks, strict=True):
             self._check_readers(block, {name.removesuffix(".u") for name in patch.layers[place]})
-        if not rows.all():
-            reason = self._hidden_reason(computation.reduced_logits, patch.logits)
-            if reason is not None:
-                return reason
         small = report.correction.amax((1, 2)) <= rounding_limit(dtype)
         if not small.all():
             place = int((~small).nonzero()[0])
             path = attached.block_specs[place].path
             below = self._below_range(attached.blocks[place]) if attached.ranks.size == 1 else None
             return below or f"{path} has inputs or parameters that its form does not know"
-        replayed, missed = (
-            replay_logits(attached, patch, deepcopy(prefix)),
-            bool(report.misses.any()),
-        )
-        # sums of several ranks may be taken in another order, and products of other rows rounded so
-        split = attached.ranks.size > 1 and stage_of(self._model) is None
-        alike = _near if missed or split or not cuts_logits(self._model) else _same
-        if alike(replayed[rows], patch.logits[rows]):
+        if not rows.all():
+            reason = self._hidden_reason(computation.reduced_logits, patch.logits)
+            if reason is not None:
+                return reason
+        with self._head_inputs() as read_again:
+            replayed = replay_logits(attached, patch, deepcopy(prefix))
+        if report.misses.any() or (attached.ranks.size > 1 and stage_of(self._model) is None):
+            # sums of several ranks may be taken in another order
+            right = _near(replayed[rows], patch.logits[rows])
+        elif read or attached.ranks.size > 1:
+            pairs = zip(read[-1:], read_again[-1:], strict=True)
+            right = all(x.shape == y.shape and _same(x[rows], y[rows]) for x, y in pairs)
+        else:
+            right = _same(replayed[rows], patch.logits[rows])
+        if not attached.ranks.any(not right):
             return None
         return f"{self._name} has blocks that hand on more of their context than their sum"
 
@@ -284,10 +319,8 @@ class SelfCheck:
         hidden, limit = ~self._live.squeeze(1), 1.0
         if not takes_positions(self._model):
             # it may count its cache instead; the error can be as small as that of bf16
-            seen, tokens, cache = ~hidden, self._sequences, kv_cache.new_cache(self._model)
-            forward_passes.run_head(self._model, tokens, cache)
-            called_twice = forward_passes.run_tail(self._model, tokens, cache)
-            noise = _error(called_twice[seen], logits[seen])
+            split, *_ = self._forward(self._sequences.positions, split=True)
+            noise = _error(split[~hidden], logits[~hidden])
             limit = max(4 * noise, 8 * torch.finfo(logits.dtype).eps)
         if _near(alone[hidden], logits[hidden], limit):
             return None
@@ -329,7 +362,7 @@ def takes_padding(model: PreTrainedModel, recurrent: bool) -> bool:
     where wrong positions may change as little as rounding does. Nothing is compared where rounding
     may choose other experts.
     """
-    ids = random_tokens(model, 7, seed=0)
+    ids = random_tokens(model, 6, seed=0)
 
     def logits(columns: slice, token: int) -> Tensor:
         """Of the last token (B, 1, V), behind a ``token`` that the mask hides."""

@@ -99,7 +99,9 @@ def test_attaching_notices_a_wrong_form(
         dataclasses.replace(block, spec=dataclasses.replace(block.spec, **wrong))
         for block in blocks_of(model)
     ]
-    monkeypatch.setattr("icl_patch.recording.attached_model.blocks_of", lambda _model: blocks)
+    monkeypatch.setattr(
+        "icl_patch.recording.self_check.blocks_of", lambda _model, run: run() or blocks
+    )
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d has inputs or parameters"):
         ContextPatcher(model)
 
@@ -126,7 +128,9 @@ def test_a_multiplier_is_measured(
         dataclasses.replace(block, spec=dataclasses.replace(block.spec, residual_multiplier=found))
         for block in blocks_of(model)
     ]
-    monkeypatch.setattr("icl_patch.recording.attached_model.blocks_of", lambda _model: blocks)
+    monkeypatch.setattr(
+        "icl_patch.recording.self_check.blocks_of", lambda _model, run: run() or blocks
+    )
     with ContextPatcher(model) as patcher:
         specs = {block.spec.residual_multiplier for block in patcher.attached_model.block_specs}
     assert specs == {0.22}

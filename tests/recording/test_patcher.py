@@ -193,13 +193,13 @@ def test_what_attaching_found_holds_until_something_changes(
     with ContextPatcher(model, "stable") as patcher:
         assert patcher.attached_model.block_specs == first
         patch = patcher.compute(tokens(0, 1, 4), tokens(1, 1, 2))
-    assert tried > 10
+    assert tried == 4
     assert len(calls) - tried <= 3  # those of compute
     assert patch.info.fingerprint == patcher.attached_model.weights.check().fingerprint
     change(model)
     before = len(calls)
     ContextPatcher(model).detach()
-    assert len(calls) - before == tried
+    assert len(calls) - before == tried + (model.dtype == torch.bfloat16)  # multipliers
 
 
 def counted(forward: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
