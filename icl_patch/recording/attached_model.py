@@ -62,7 +62,6 @@ from icl_patch.recording.passes import (
     replay_logits,
     replay_observed,
 )
-from icl_patch.recording.patch_assembly import empty_patch
 from icl_patch.recording.self_check import SelfCheck, takes_padding
 from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
@@ -540,16 +539,8 @@ class AttachedModel:
         self, sequences: Sequences, passes: int, arithmetic: str = MODEL
     ) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
-        return empty_patch(
-            sequences,
-            self._info(passes, int(sequences.longest), arithmetic),
-            self.block_specs,
-            self.weights,
-        )
-
-    def _info(self, passes: int, longest: int, arithmetic: str) -> PatchInfo:
-        config = self.model.config
-        return PatchInfo(
+        config, group = self.model.config, group_of(self.model)
+        info = PatchInfo(
             model=config.name_or_path or type(self.model).__name__,
             revision=getattr(config, "_commit_hash", None),
             fingerprint=self.fingerprint,
@@ -559,9 +550,30 @@ class AttachedModel:
             dtype=str(self.model.dtype),
             passes=passes,
             arithmetic=arithmetic,
-            longest=longest,
+            longest=int(sequences.longest),
             divisible=self.divisible,
-            tensor_parallel=1 if (group := group_of(self.model)) is None else group.size(),
+            tensor_parallel=1 if group is None else group.size(),
+        )
+        positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
+        prefix = sequences.head_mask & ~sequences.head_absorbed
+        width = int(prefix.sum(1).max()) if prefix.shape[1] else 0
+        # a stable sort moves the prefix to the right end, in order
+        order = prefix.long().sort(dim=1, stable=True).indices
+        prefix_slots = order[:, prefix.shape[1] - width :]
+        return ContextPatch(
+            info=info,
+            layers=(),
+            layer_indices=tuple(range(len(self.block_specs))),
+            blocks=self.block_specs,
+            kept_ids=sequences.tail_ids[:, sequences.kept_columns],
+            kept_mask=mask[:, slots],
+            position_ids=positions[:, slots],
+            kept_slots=slots.expand(len(mask), -1),
+            prefix_ids=sequences.head_ids.gather(1, prefix_slots),
+            prefix_mask=prefix.gather(1, prefix_slots),
+            prefix_positions=positions.gather(1, prefix_slots),
+            prefix_slots=prefix_slots,
+            weights=self.weights,
         )
 
     @property

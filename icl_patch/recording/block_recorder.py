@@ -64,6 +64,7 @@ class BlockRecorder(ABC):
     ) -> None:
         self.block, self.spec, self.update = block, block.spec, update
         self.valid = None if valid is None else valid.to(block.device)
+        self.shape = (0, 0) if valid is None else (valid.shape[0], valid.shape[1])  # (B, T)
         self.context = context
         self.exact = update == "exact"
         self.diagnostics = BlockDiagnostics(block.block.path, self.valid)
@@ -102,27 +103,19 @@ class BlockRecorder(ABC):
 
     # -- the two streams
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        assert self.valid is not None
-        return self.valid.shape[0], self.valid.shape[1]
-
     @abstractmethod
     def split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Both streams of a module's rows of any shape, each (B, T, ·); None for a stream that is
         not in the batch.
         """
 
-    @abstractmethod
-    def context_output(self, name: str, output: Tensor | None) -> Tensor:
-        """The output (B, T, ·) with the context of reader ``name``; ``output`` is that of the
-        context stream if it is in the batch.
+    def context_written(self, output: Tensor | None, _dtype: torch.dtype) -> Tensor:
+        """The output (B, T, d) with the context of the output matrix of a mixer; ``output`` is that
+        of the context stream if it is in the batch.
         """
-
-    @abstractmethod
-    def context_written(self, output: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The same for the output matrix of a mixer."""
+        written = self.context.written if output is None else output
+        assert written is not None
+        return written
 
     @property
     def rows(self) -> int:
@@ -213,7 +206,7 @@ class BlockRecorder(ABC):
     ) -> Tensor:
         """A reader's patched output in ``dtype``, from its unpatched ``output``."""
         y_ctx, y = self.split(output)
-        reference = self.context_output(name, y_ctx)
+        reference = self.context.readers[name] if y_ctx is None else y_ctx
         u = self.zero_padding(updates.reader_update(reference, y))
         patched = add_low_rank(y, self.split(z)[1], u, self.direction_of(z).v, dtype)
         self.keep_reader(name, layer, reference.to(dtype), patched, u)
