@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import build, case, tokens
-from support.numeric import noise_limit, replay_limit
-from support.patchers import KEPT, Snapshot, families, plain_logits, updates, works
+from support.numeric import noise_limit
+from support.patchers import Snapshot, families, plain_logits, updates, works
 from support.storages import largest_of
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -90,39 +90,6 @@ def test_an_exception_in_the_middle_leaves_nothing(
         assert torch.equal(plain_logits(model), before.logits)  # every module is off again
         works(patcher)
     patcher.detach()
-    before.check(model)
-
-
-@families
-@updates
-def test_an_interrupted_generation_leaves_nothing(family: str, update: str) -> None:
-    model = build(family)
-    before = Snapshot(model)
-    patcher = ContextPatcher(model, update)
-    steps = patcher.generate(tokens(3, 2, 5))
-    next(steps)
-    # between two steps the model is nobody's
-    assert torch.equal(plain_logits(model), before.logits)
-    steps.close()
-    unfinished = patcher.generate(tokens(3, 2, 5))
-    next(unfinished)
-    patcher.detach()
-    before.check(model)
-    with pytest.raises(ValueError, match="detached"):
-        next(unfinished)
-    before.check(model)
-
-
-@families
-def test_a_with_block_detaches_whatever_happens(family: str) -> None:
-    model = build(family)
-    before = Snapshot(model)
-    with ContextPatcher(model) as patcher:
-        assert patcher.attached
-    assert not patcher.attached
-    before.check(model)
-    with pytest.raises(ZeroDivisionError), ContextPatcher(model):
-        _ = 1 / 0
     before.check(model)
 
 
@@ -280,19 +247,6 @@ def test_a_model_made_in_inference_mode(family: str, update: str, inside: bool) 
     )
 
 
-def test_nothing_works_after_detach() -> None:
-    patcher = ContextPatcher(build("llama"))
-    patch = patcher.compute(**case("single"))
-    patcher.detach()
-    for call in (
-        lambda: patcher.compute(**case("single")),
-        lambda: patcher.forward(patch.kept_ids, patch),
-        lambda: next(patcher.generate(tokens(0, 1, 4))),
-    ):
-        with pytest.raises(ValueError, match="detached"):
-            call()
-
-
 @families
 @updates
 def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
@@ -342,21 +296,6 @@ def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
     for layer in patch.layers:
         assert layer["readers.v"].shape[:2] == (2, 4)
         assert not layer["mlp.gate_proj.u"][0, 3].any()  # padding has no patch
-
-
-@families
-@updates
-def test_neighbouring_spans_are_one_span(family: str, update: str) -> None:
-    """They are run in other calls, so the bits differ, and the mathematics does not."""
-    arguments = {"context_ids": tokens(0, 2, 8), "kept_ids": KEPT}
-    with ContextPatcher(build(family), update) as patcher:
-        one = patcher.compute(**arguments, absorbed=[(2, 7)])
-        three = patcher.compute(**arguments, absorbed=[(2, 4), (4, 5), (5, 7)])
-        assert torch.equal(one.kept_ids, three.kept_ids)
-        assert torch.equal(one.position_ids, three.position_ids)
-        first, second = (patcher.forward(patch.kept_ids, patch) for patch in (one, three))
-        limit = max(replay_limit(patcher, patch) for patch in (one, three))
-    assert metrics.linf(first, second).max() <= limit
 
 
 ROOMY = {
