@@ -220,9 +220,9 @@ class BlockRecorder(ABC):
         self.diagnostics.reader(patched, reference, u)
 
     def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
-        """Keep a reader's factors: u (B, T, N) and the direction."""
+        """Keep a reader's factors: u (B, T, N), 0 in columns of padding, and the direction."""
         assert self.direction is not None
-        direction, u = self.direction[1], self.zero_padding(u)
+        direction = self.direction[1]
         self.keep(layer, u=u, v=direction.v)
         condition = f"the input z of {name} is 0"
         self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, u, "input")

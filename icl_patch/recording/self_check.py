@@ -122,8 +122,8 @@ class SelfCheck:
     - its replay gives the logits of the unmodified model: a block that reads its context again
       after its sum fails here.
 
-    Multipliers are measured first, in a fifth forward, unless the dtype has digits enough to tell
-    that they are 1. If the replay is wrong, they are measured at any rate, and the context is read
+    Multipliers are measured first, in a fifth forward, unless they are 1 in a dtype with digits
+    enough to tell. If the replay is wrong, they are measured at any rate, and the context is read
     before the kept tokens, as `compute` does: then all its rows are multiplied as in a replay.
     """
 
@@ -133,7 +133,7 @@ class SelfCheck:
         ids = random_tokens(model, 8 if recurrent else 9, seed=0).repeat(1 if recurrent else 2, 1)
         self._sequences = assemble(ids[:, 2:7], ids[:, 7:], prefix_ids=ids[:, :2])
         self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
-        self._start, self._expected = self._sequences.head_ids.shape[1], ids.new_empty(0)
+        self._kept, self._expected = ids.shape[1] - 7, ids.new_empty(0)
 
     def blocks(self) -> list[Block]:
         """The model's blocks, from the first of the forwards; see
@@ -151,9 +151,9 @@ class SelfCheck:
         """All tokens in one call, or ``split`` before the kept ones: the logits of these (B, T, V),
         the cache, and the sizes of windows in the masks.
         """
-        tokens, cache, start = self._sequences, kv_cache.new_cache(self._model), self._start
+        tokens, cache, kept = self._sequences, kv_cache.new_cache(self._model), self._kept
         visible, windows = self._live | ~tokens.absorbed, set[int | None]()
-        for part in (slice(0, start), slice(start, None)) if split else (slice(0, None),):
+        for part in (slice(0, -kept), slice(-kept, None)) if split else (slice(0, None),):
             logits = forward_passes.run(
                 self._model,
                 tokens.ids[:, part],
@@ -162,7 +162,7 @@ class SelfCheck:
                 cache,
                 Visibility(visible[:, : part.stop], windows=windows),
                 longest=tokens.longest,
-                last_logits=tokens.ids.shape[1] - start,
+                last_logits=kept,
             )
         return logits, cache, windows
 
@@ -172,12 +172,11 @@ class SelfCheck:
         the rank that has the head.
         """
         read: list[Tensor] = []
-        kept = slice(self._start - self._sequences.ids.shape[1], None)
 
         def before(_module: Any, args: Any, kwargs: Any) -> None:
             x = first_tensor((*args, kwargs))
             assert x is not None
-            read.append(x[:, kept].clone())
+            read.append(x[:, -self._kept :].clone())
 
         head = self._model.get_output_embeddings()
         with head.register_forward_pre_hook(before, with_kwargs=True):
@@ -223,7 +222,11 @@ class SelfCheck:
                 f"{self._name} does not compute the same with its modules swapped and off"
             )
         # the rows that an expert gets, and so the rounding of its products, depend on all rows
-        if not (has_experts(self._model) and _near(logits, own)):
+        experts = ranks_of(self._model).any(
+            any(weight.dim() == 3 for weight in self._model.parameters())
+            or any(experts_class(module) for module in self._model.modules())
+        )
+        if not (experts and _near(logits, own)):
             first = first_position(self._model)
             raise UnsupportedModelError(
                 f"expected {self._name} to number its tokens one by one from {first}, "
@@ -278,8 +281,7 @@ class SelfCheck:
         """Why a patch of the rows that see their context is wrong; None if it is right."""
         rows, dtype = self._live.squeeze(1), self._model.dtype
         assert patch.logits is not None
-        kept = slice(self._start - self._sequences.ids.shape[1], None)
-        of_kept = [block.part(kept) for block in activations]
+        of_kept = [block.part(slice(-self._kept, None)) for block in activations]
         try:
             computation = close_on(attached, of_kept, patch, "exact", self._live, deepcopy(prefix))
         except ControllabilityError:
@@ -343,14 +345,6 @@ class SelfCheck:
         with block.module.get_submodule(name).register_forward_hook(keep):
             self._forward(self._sequences.positions)
         return below_range(block.block.path_of(name), torch.cat(outputs), self._model.dtype)
-
-
-def has_experts(model: PreTrainedModel) -> bool:
-    """Whether some rank of the model has a mixture of experts."""
-    return ranks_of(model).any(
-        any(weight.dim() == 3 for weight in model.parameters())
-        or any(experts_class(module) for module in model.modules())
-    )
 
 
 @torch.no_grad()
