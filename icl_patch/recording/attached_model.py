@@ -40,7 +40,6 @@ from icl_patch.models.tensor_parallel import group_of
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import (
     WatchedWeights,
-    WeightCheck,
     tokenizer_fingerprint,
     weight_state,
 )
@@ -543,7 +542,7 @@ class AttachedModel:
         info = PatchInfo(
             model=config.name_or_path or type(self.model).__name__,
             revision=getattr(config, "_commit_hash", None),
-            fingerprint=self.fingerprint,
+            fingerprint=self.weights.fingerprint,
             tokenizer=self.tokenizer_fingerprint,
             family=self.family,
             update=self.update,
@@ -576,21 +575,10 @@ class AttachedModel:
             weights=self.weights,
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of all weights, taken when first needed and after changes that torch counts."""
-        return self.weights.fingerprint
-
     @cached_property
     def weights(self) -> WatchedWeights:
         """The model's weights, watched for changes; patches share this."""
         return WatchedWeights(self.model)
-
-    def check_weights(self) -> WeightCheck:
-        """Hash all weights of the model now; see :meth:`icl_patch.ContextPatcher.check_weights`."""
-        check = self.weights.check()
-        assert check is not None
-        return check
 
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:
@@ -607,7 +595,7 @@ class AttachedModel:
                 ``tp_size``.
         """
         self.require_attached()
-        patch.check_model(self.model, self.fingerprint)
+        patch.check_model(self.model, self.weights.fingerprint)
         patch.check_blocks(self.block_specs)
         own = 1 if (group := group_of(self.model)) is None else group.size()
         bound = patch.info.update == "exact" or not patch.info.divisible
