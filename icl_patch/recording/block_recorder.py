@@ -109,14 +109,6 @@ class BlockRecorder(ABC):
         not in the batch.
         """
 
-    def context_written(self, output: Tensor | None, _dtype: torch.dtype) -> Tensor:
-        """The output (B, T, d) with the context of the output matrix of a mixer; ``output`` is that
-        of the context stream if it is in the batch.
-        """
-        written = self.context.written if output is None else output
-        assert written is not None
-        return written
-
     @property
     def rows(self) -> int:
         """M = B · T."""
@@ -209,15 +201,12 @@ class BlockRecorder(ABC):
         reference = self.context.readers[name] if y_ctx is None else y_ctx
         u = self.zero_padding(updates.reader_update(reference, y))
         patched = add_low_rank(y, self.split(z)[1], u, self.direction_of(z).v, dtype)
-        self.keep_reader(name, layer, reference.to(dtype), patched, u)
-        return self.join(y_ctx, patched, output)
-
-    def keep_reader(
-        self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor
-    ) -> None:
-        """Keep a reader's factors, and note how far its patched output is off."""
         self.keep_factors(name, layer, u)
+        reference = reference.to(dtype)
+        if y_ctx is not None:
+            self.context.readers[name] = reference  # which a miss of an exact step needs
         self.diagnostics.reader(patched, reference, u)
+        return self.join(y_ctx, patched, output)
 
     def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
         """Keep a reader's factors: u (B, T, N), 0 in columns of padding, and the direction."""
@@ -258,7 +247,10 @@ class BlockRecorder(ABC):
             return self.join(y_ctx, self._stable_down(layer, h, y, dtype), plain)
         target = self.writer_target()
         if self.spec.mixer:
-            reference = self.context_written(y_ctx, dtype)
+            if y_ctx is not None:
+                self.context.written = y_ctx.to(dtype)
+            reference = self.context.written if y_ctx is None else y_ctx
+            assert reference is not None
             target = target + self.zero_padding(updates.reader_update(reference, y))
         write = self._write_bias if self.spec.writer is Writer.BIAS else self._write_weight
         _, h = self.split(h)

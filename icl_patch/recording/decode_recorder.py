@@ -223,19 +223,6 @@ class ExactDecodeRecorder(DecodeRecorder):
         super().keep_pair(name, layer, pair, u)
         self.context.readers[name] = self.unflat(pair[: self.rows])
 
-    def keep_reader(
-        self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor
-    ) -> None:
-        """The same for a reader that is no plain product."""
-        super().keep_reader(name, layer, reference, patched, u)
-        self.context.readers[name] = reference
-
-    def context_written(self, output: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """That of the rows with the context, which a miss needs."""
-        written = super().context_written(output, dtype)
-        self.context.written = written.to(dtype)
-        return written
-
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm
         reads it.
