@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
@@ -197,9 +197,9 @@ class SelfCheck:
                 f"{self._name} keeps its window by dropping tokens from its cache, not by its mask"
             )
         patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
-        prefix, few_bits = self._prefix(patch, cache), torch.finfo(logits.dtype).eps > 1e-4
+        prefix = self._prefix(patch, cache)
         numbers = {block.spec.residual_multiplier for block in blocks}
-        if measured := ranks.any(few_bits or not numbers <= {0, 1}):
+        if measured := ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
             ranks.shared(lambda: measure_multipliers(attached))
         if self._reason(attached, activations, patch, prefix, read) is None:
             return
@@ -222,16 +222,18 @@ class SelfCheck:
                 f"{self._name} does not compute the same with its modules swapped and off"
             )
         # the rows that an expert gets, and so the rounding of its products, depend on all rows
-        experts = ranks_of(self._model).any(
-            any(weight.dim() == 3 for weight in self._model.parameters())
-            or any(experts_class(module) for module in self._model.modules())
-        )
-        if not (experts and _near(logits, own)):
+        if not (self._has_experts() and _near(logits, own)):
             first = first_position(self._model)
             raise UnsupportedModelError(
                 f"expected {self._name} to number its tokens one by one from {first}, "
                 "but without position_ids its logits are others: it numbers them in another way"
             )
+
+    def _has_experts(self) -> bool:
+        return ranks_of(self._model).any(
+            any(weight.dim() == 3 for weight in self._model.parameters())
+            or any(experts_class(module) for module in self._model.modules())
+        )
 
     def _check_blocks(
         self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
@@ -259,6 +261,8 @@ class SelfCheck:
     def _prefix(self, patch: ContextPatch, cache: Cache) -> Cache:
         """A cache of the prefix, from that of all tokens if it can be cut."""
         width = patch.prefix_ids.shape[1]
+        if type(cache) is not DynamicCache:
+            return prefix_cache(self._model, patch)
         for layer in cache.layers:
             whole = type(layer) is DynamicSlidingWindowLayer and (
                 layer.cumulative_length < layer.sliding_window
@@ -318,13 +322,17 @@ class SelfCheck:
 
     def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
         """Why kept tokens alone are others than with the context hidden, None if they are not."""
-        hidden, limit = ~self._live.squeeze(1), 1.0
+        hidden, limit, few_bits = ~self._live.squeeze(1), 1.0, _has_few_bits(self._model)
         if not takes_positions(self._model):
             # it may count its cache instead; the error can be as small as that of bf16
             split, *_ = self._forward(self._sequences.positions, split=True)
             noise = _error(split[~hidden], logits[~hidden])
             limit = max(4 * noise, 8 * torch.finfo(logits.dtype).eps)
         if _near(alone[hidden], logits[hidden], limit):
+            return None
+        pairs = zip(alone[hidden].flatten(0, 1), logits[hidden].flatten(0, 1), strict=True)
+        # rounding may choose other experts for some of the tokens; a wrong mask changes all
+        if few_bits and self._has_experts() and any(_near(x, y, limit) for x, y in pairs):
             return None
         return (
             f"{self._name} does not give the kept tokens alone the logits that they have with"
@@ -368,12 +376,16 @@ def takes_padding(model: PreTrainedModel, recurrent: bool) -> bool:
         )
 
     padded, alone = logits(slice(None), 0), logits(slice(1, None), 0)
-    few_bits, settings = torch.finfo(model.dtype).eps > 1e-4, vars(text_config(model)).items()
+    few_bits, settings = _has_few_bits(model), vars(text_config(model)).items()
     if any("expert" in name and type(value) is int and value for name, value in settings):
         return few_bits or _near(padded, alone)
     if recurrent and not _same(padded, logits(slice(None), 1)):
         return False
     return _same(padded, alone) if counts_slots(model) and few_bits else _near(padded, alone)
+
+
+def _has_few_bits(model: PreTrainedModel) -> bool:
+    return torch.finfo(model.dtype).eps > 1e-4
 
 
 def _near(logits: Tensor, expected: Tensor, limit: float = 1.0) -> bool:
