@@ -249,7 +249,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
         readers = [
             call
             for call in block_trace.calls
-            if is_matrix(call.module) and call.given.tensor.data_ptr() in outputs
+            if is_matrix(call.module) and call.given.address in outputs
         ]
         reason = None
         if not readers or not overridable(readers[-1].module):
@@ -257,7 +257,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
                 "it does something to the attention's output before a matrix reads it, or experts"
                 " read it (JetMoE)"
             )
-        elif outputs[readers[-1].given.tensor.data_ptr()][1]:
+        elif outputs[readers[-1].given.address][1]:
             reason = "it attends to a sink beside the tokens"
         if reason is not None:
             raise UnsupportedModelError(f"mode='shared_cache' does not cover {path}: {reason}")

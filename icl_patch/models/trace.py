@@ -40,23 +40,24 @@ def first_tensor(value: Any) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A module's input or output: its numbers at that time, and its storage, which shows whether
-    two modules share it.
+    """A module's input or output: its numbers at that time, and the address of its storage, which
+    shows whether two modules share it. While a block runs its tensors are kept, so that no other
+    one can get an address of theirs.
     """
 
     now: Tensor
-    tensor: Tensor
+    address: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Value":
-        """Keeps the tensor itself too, so that no other one can get its storage."""
-        return cls(tensor.detach().clone(), tensor)
+        """A copy of the tensor's numbers."""
+        return cls(tensor.detach().clone(), tensor.data_ptr())
 
     def same_as(self, other: "Value") -> bool:
         """Whether both are the same rows of the same storage, in any shape."""
-        if self.tensor.numel() != other.tensor.numel() or self.tensor.dtype != other.tensor.dtype:
+        if self.now.numel() != other.now.numel() or self.now.dtype != other.now.dtype:
             return False
-        if self.tensor.data_ptr() == other.tensor.data_ptr():
+        if self.address == other.address:
             return True
         mine, others = self.now.flatten(), other.now.flatten()
         return bool(mine.any()) and torch.equal(mine, others)
@@ -118,18 +119,18 @@ def outermost(calls: Iterable[Call]) -> list[Call]:
 @contextmanager
 def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iterator[None]:
     calls: list[Call] = []
+    alive: list[Tensor] = []
     starts: dict[str, list[tuple[Value | None, bool]]] = {}
     device = device_of(block)  # to which its hooks bring an input from the block before
 
     def before(name: str) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = first_tensor((*args, kwargs))
-            starts.setdefault(name, []).append(
-                (
-                    None if tensor is None else Value.of(tensor.to(device)),
-                    any(key in kwargs for key in _CONTEXT_INPUTS),
-                )
-            )
+            tensor, value = first_tensor((*args, kwargs)), None
+            if tensor is not None:
+                alive.append(tensor.to(device))
+                value = Value.of(alive[-1])
+            sees_context = any(key in kwargs for key in _CONTEXT_INPUTS)
+            starts.setdefault(name, []).append((value, sees_context))
 
         return hook
 
@@ -138,9 +139,12 @@ def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iter
             given, sees_context = starts[name].pop()
             made = first_tensor(out)
             if given is not None and made is not None:
+                alive.append(made)
                 calls.append(
                     Call(name, module, given, Value.of(made), sees_context, isinstance(out, tuple))
                 )
+            if not name:
+                alive.clear()
 
         return hook
 

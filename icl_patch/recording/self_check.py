@@ -110,9 +110,9 @@ class SelfCheck:
     """Four forwards on random tokens: of the model before attaching, and of the attached model with
     its modules off, recording, and replaying.
 
-    The rows are a prefix, a context and kept tokens, all in one call. Each row is there twice, the
-    second time with the context hidden from the kept tokens by the mask; a recurrent model has no
-    mask for its states and gets no such rows. Checked is that
+    A row is a prefix, a context and kept tokens, all in one call. It is there twice, the second
+    time with the context hidden from the kept tokens by the mask; a recurrent model has no mask for
+    its states, and gets two rows that see their context. Checked is that
 
     - the model numbers its tokens as they are numbered here (the first call leaves this to it),
     - swapped modules that are off change no bit,
@@ -130,9 +130,11 @@ class SelfCheck:
     def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
         self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
         # recurrent classes continue from a state with one token per call
-        ids = random_tokens(model, 8 if recurrent else 9, seed=0).repeat(1 if recurrent else 2, 1)
+        ids = random_tokens(model, 8 if recurrent else 9, seed=0)
+        if not recurrent:
+            ids = ids[:1].repeat(2, 1)
         self._sequences = assemble(ids[:, 2:7], ids[:, 7:], prefix_ids=ids[:, :2])
-        self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
+        self._live = torch.arange(2, device=ids.device).unsqueeze(1) < (2 if recurrent else 1)
         self._kept, self._expected = ids.shape[1] - 7, ids.new_empty(0)
 
     def blocks(self) -> list[Block]:
