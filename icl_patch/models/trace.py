@@ -41,8 +41,8 @@ def first_tensor(value: Any) -> Tensor | None:
 @dataclass(frozen=True, eq=False)
 class Value:
     """A module's input or output: its numbers at that time, and the address of its storage, which
-    shows whether two modules share it. While a block runs its tensors are kept, so that no other
-    one can get an address of theirs.
+    shows whether two modules of a block share it. A block's tensors are kept while it runs, so that
+    no other one can get an address of theirs; another block may use them again.
     """
 
     now: Tensor
