@@ -131,9 +131,9 @@ class SelfCheck:
         self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
         # recurrent classes continue from a state with one token per call
         self._kept = 1 if recurrent else 2
-        ids = random_tokens(model, 9, seed=0)[:, : 5 + self._kept]
+        ids = random_tokens(model, 9, seed=0)[:, : 3 + self._kept]
         ids = ids.repeat(1 if recurrent else 2, 1)
-        self._sequences = assemble(ids[:, 2:5], ids[:, 5:], prefix_ids=ids[:, :2])
+        self._sequences = assemble(ids[:, 1:3], ids[:, 3:], prefix_ids=ids[:, :1])
         self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
         self._expected = ids.new_empty(0)
 
