@@ -113,7 +113,7 @@ class ContextPatcher:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the model's weights, as patches record it."""
-        return self.attached_model.fingerprint
+        return self.attached_model.weights.fingerprint
 
     @property
     def attached(self) -> bool:
@@ -140,7 +140,9 @@ class ContextPatcher:
         Returns:
             The fingerprint, and whether it has changed.
         """
-        return self.attached_model.check_weights()
+        check = self.attached_model.weights.check()
+        assert check is not None
+        return check
 
     # -- compute
 

@@ -33,6 +33,6 @@ def on_other_weights(patch: ContextPatch, patcher: HasAttachedModel) -> ContextP
         patch.info,
         model=f"{own} (from {patch.info.model}, {patch.info.fingerprint[:12]})",
         revision=None,
-        fingerprint=attached.fingerprint,
+        fingerprint=attached.weights.fingerprint,
     )
     return replace(patch, info=info, logits=None, report=None, weights=None)

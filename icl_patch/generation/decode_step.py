@@ -117,7 +117,7 @@ def prefill(
         ids=ids,
         context_mask=context_mask,
         live=torch.ones_like(context_mask[:, :1]),
-        fingerprint=attached.fingerprint,
+        fingerprint=attached.weights.fingerprint,
         fill=fill,
         switches_factors=bool(switch_lengths(attached.model)),
         media=sequences.media,

@@ -237,11 +237,10 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
             f" call {len(outputs)} attentions of transformers' {_IMPLEMENTATION!r}, not one each"
         )
     projections = []
-    for path, block_trace in traces.items():
+    for block, (address, (_, has_sink)) in zip(blocks, outputs.items(), strict=True):
+        path, calls = block.block.path, traces[block.block.path].calls
         readers = [
-            call
-            for call in block_trace.calls
-            if is_matrix(call.module) and call.given.tensor.data_ptr() in outputs
+            call for call in calls if is_matrix(call.module) and call.given.address == address
         ]
         reason = None
         if not readers or not overridable(readers[-1].module):
@@ -249,7 +248,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
                 "it does something to the attention's output before a matrix reads it, or experts"
                 " read it (JetMoE)"
             )
-        elif outputs[readers[-1].given.tensor.data_ptr()][1]:
+        elif has_sink:
             reason = "it attends to a sink beside the tokens"
         if reason is not None:
             raise UnsupportedModelError(f"mode='shared_cache' does not cover {path}: {reason}")

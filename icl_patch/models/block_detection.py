@@ -1,6 +1,6 @@
 """Reading the form of every block of a model from its module tree and from one small forward."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -27,7 +27,7 @@ from icl_patch.models.model_checks import (
     check_not_shared,
 )
 from icl_patch.models.residual_sums import is_sum, times
-from icl_patch.models.trace import BlockTrace, Call, Value, inside, outermost, trace
+from icl_patch.models.trace import BlockTrace, Call, Value, inside, outermost, trace, tracing
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
 # layers counts as its MLP.
@@ -39,8 +39,11 @@ _FACTORS = ("multiplier", "scale", "factor")
 _EXPERT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def blocks_of(model: PreTrainedModel) -> list[Block]:
+@torch.no_grad()
+def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = None) -> list[Block]:
     """The blocks of a model in order, each with its form.
+
+    forward: runs the model once on a few tokens without a cache; by default on three random ones.
 
     Raises:
         UnsupportedModelError: a block has no form that is known to be covered; the message names it
@@ -50,8 +53,11 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     layers = layers_of(model)
     check_not_shared(layers)
     check_block_devices(layers)
-    ids = random_tokens(model, 3, seed=1)
-    traces = trace(model, layers, ids)
+    if forward is None:
+        traces = trace(model, layers, random_tokens(model, 3, seed=1))
+    else:
+        with tracing(layers) as traces:
+            forward()
     _check_range(traces, layers)
     blocks = []
     # a block without a context layer, between others that have one, needs no patch: its input is

@@ -40,23 +40,24 @@ def first_tensor(value: Any) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A module's input or output: its numbers at that time, and its storage, which shows whether
-    two modules share it.
+    """A module's input or output: its numbers at that time, and the address of its storage, which
+    shows whether two modules of a block share it. A block's tensors are kept while it runs, so that
+    no other one can get an address of theirs; another block may use them again.
     """
 
     now: Tensor
-    tensor: Tensor
+    address: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Value":
-        """Keeps the tensor itself too, so that no other one can get its storage."""
-        return cls(tensor.detach().clone(), tensor)
+        """A copy of the tensor's numbers."""
+        return cls(tensor.detach().clone(), tensor.data_ptr())
 
     def same_as(self, other: "Value") -> bool:
         """Whether both are the same rows of the same storage, in any shape."""
-        if self.tensor.numel() != other.tensor.numel() or self.tensor.dtype != other.tensor.dtype:
+        if self.now.numel() != other.now.numel() or self.now.dtype != other.now.dtype:
             return False
-        if self.tensor.data_ptr() == other.tensor.data_ptr():
+        if self.address == other.address:
             return True
         mine, others = self.now.flatten(), other.now.flatten()
         return bool(mine.any()) and torch.equal(mine, others)
@@ -118,18 +119,18 @@ def outermost(calls: Iterable[Call]) -> list[Call]:
 @contextmanager
 def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iterator[None]:
     calls: list[Call] = []
+    alive: list[Tensor] = []
     starts: dict[str, list[tuple[Value | None, bool]]] = {}
     device = device_of(block)  # to which its hooks bring an input from the block before
 
     def before(name: str) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = first_tensor((*args, kwargs))
-            starts.setdefault(name, []).append(
-                (
-                    None if tensor is None else Value.of(tensor.to(device)),
-                    any(key in kwargs for key in _CONTEXT_INPUTS),
-                )
-            )
+            tensor, value = first_tensor((*args, kwargs)), None
+            if tensor is not None:
+                alive.append(tensor.to(device))
+                value = Value.of(alive[-1])
+            sees_context = any(key in kwargs for key in _CONTEXT_INPUTS)
+            starts.setdefault(name, []).append((value, sees_context))
 
         return hook
 
@@ -138,9 +139,12 @@ def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iter
             given, sees_context = starts[name].pop()
             made = first_tensor(out)
             if given is not None and made is not None:
+                alive.append(made)
                 calls.append(
                     Call(name, module, given, Value.of(made), sees_context, isinstance(out, tuple))
                 )
+            if not name:
+                alive.clear()
 
         return hook
 
@@ -153,20 +157,27 @@ def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iter
         traces[path] = BlockTrace(path, block, calls)
 
 
-@torch.no_grad()
-def trace(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
-) -> dict[str, BlockTrace]:
-    """One forward of the model on ``ids`` (B, T), and the calls in each of its layers; one that
-    did not run once is left out.
+@contextmanager
+def tracing(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, BlockTrace]]:
+    """Within this context the calls in each of the layers are kept; a layer that did not run once
+    is left out of the result.
     """
     traces: dict[str, BlockTrace] = {}
     with ExitStack() as stack:
         for path, layer in layers.items():
             stack.enter_context(_tracing(path, layer, traces))
-        mask, positions = (
-            torch.ones_like(ids),
-            torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
-        )
+        yield traces
+
+
+@torch.no_grad()
+def trace(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
+) -> dict[str, BlockTrace]:
+    """:func:`tracing` of one forward of the model on ``ids`` (B, T)."""
+    mask, positions = (
+        torch.ones_like(ids),
+        torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
+    )
+    with tracing(layers) as traces:
         call(model, ids, mask, positions, new_cache(model))
     return traces

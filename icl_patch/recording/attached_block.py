@@ -56,7 +56,11 @@ class BlockActivations:
 
     def part(self, columns: Tensor | slice) -> "BlockActivations":
         """The activations of some of the tokens."""
-        part: BlockActivations = tree_map_only(Tensor, lambda x: x[:, on(columns, x)], self)
+
+        def columns_of(x: Tensor) -> Tensor:
+            return x[:, columns.to(x.device) if isinstance(columns, Tensor) else columns]
+
+        part: BlockActivations = tree_map_only(Tensor, columns_of, self)
         return part
 
     @classmethod
@@ -68,11 +72,6 @@ class BlockActivations:
             lambda *parts: None if parts[0] is None else torch.cat(parts, 1), *calls
         )
         return joined
-
-
-def on(columns: Tensor | slice, like: Tensor) -> Tensor | slice:
-    """Columns on the device of a tensor that they are to be taken from."""
-    return columns.to(like.device) if isinstance(columns, Tensor) else columns
 
 
 register_dataclass(BlockActivations)  # so that tree_map reaches its tensors

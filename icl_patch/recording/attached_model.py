@@ -22,7 +22,6 @@ from icl_patch.layers.attachment import one_pass
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
-from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.forward import check_inputs, counts_slots, names_of
 from icl_patch.models.forward_override import what_runs
@@ -41,7 +40,6 @@ from icl_patch.models.tensor_parallel import group_of
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import (
     WatchedWeights,
-    WeightCheck,
     tokenizer_fingerprint,
     weight_state,
 )
@@ -63,8 +61,7 @@ from icl_patch.recording.passes import (
     replay_logits,
     replay_observed,
 )
-from icl_patch.recording.patch_assembly import empty_patch
-from icl_patch.recording.self_check import SelfCheck, measure_multipliers
+from icl_patch.recording.self_check import SelfCheck, takes_padding
 from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
 
@@ -73,13 +70,12 @@ from icl_patch.tolerances import rounding_limit
 class _Known:
     """What attaching found of a model.
 
-    state: of its modules, settings and weights then. block_specs, takes_padding: as of
-        :class:`AttachedModel`. weights: watched since.
+    state: of its modules, settings and weights then. block_specs: as of :class:`AttachedModel`.
+    weights: watched since.
     """
 
     state: tuple[Any, ...]
     block_specs: tuple[Block, ...]
-    takes_padding: bool
     weights: WatchedWeights
 
 
@@ -122,8 +118,6 @@ class AttachedModel:
         family: the type of the language model.
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
-        takes_padding: whether a row with padding on its left has the logits that it has alone.
-        divisible: whether some rows of a patch, or its first tokens, can be replayed by themselves.
         hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
 
     Raises:
@@ -157,15 +151,12 @@ class AttachedModel:
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
+        self._takes_padding: dict[HookIds, bool] = {}
         # When this object is collected, no pass is running.
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
         try:
-            # autocast's rounding would hide the errors that the self-check looks for
-            with (
-                self.attachment.one_pass(),
-                torch.autocast(input_device(model).type, enabled=False),
-            ):
+            with self.attachment.one_pass(), self._own_rounding():
                 self.ranks.shared(lambda: self._attach(state))
         except torch.OutOfMemoryError:
             self.detach()
@@ -189,6 +180,10 @@ class AttachedModel:
             self.detach()
             raise
 
+    def _own_rounding(self) -> torch.autocast:
+        """Autocast off, whose rounding would hide the errors that attaching looks for."""
+        return torch.autocast(input_device(self.model).type, enabled=False)
+
     def _check_model(self, model: PreTrainedModel) -> None:
         check_language_model(model)
         check_attention(model)
@@ -210,25 +205,20 @@ class AttachedModel:
             known = None
         if self.ranks.size > 1:
             self.ranks.agree(versions() | self._facts())
-        own = self.ranks.shared(lambda: blocks_of(self.model)) if known is None else ()
-        self._set_specs(own if known is None else known.block_specs, known is None)
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        self.divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         if known is not None:
-            self.takes_padding, self.weights = known.takes_padding, known.weights
+            self.weights = known.weights
+            self._set_specs(known.block_specs, False)
             self._swap_blocks()
             return
         self.weights.refresh()
         check = SelfCheck(self.model, self.recurrent)
-        check.check_positions()
-        self.takes_padding = check.takes_padding()
+        self._set_specs(self.ranks.shared(check.blocks), True)
         self._swap_blocks()
-        self.ranks.shared(lambda: measure_multipliers(self))
-        self._set_specs([block.block for block in self.blocks], True)
         check.run(self)
+        self._set_specs([block.block for block in self.blocks], True)
         if state is not None:
-            found = _Known(state, self.block_specs, self.takes_padding, self.weights)
-            _known[self.model] = found
+            _known[self.model] = _Known(state, self.block_specs, self.weights)
 
     def _set_specs(self, blocks: Sequence[Block], own: bool) -> None:
         """Take the specs of all blocks, or of this rank's ``own``."""
@@ -321,6 +311,22 @@ class AttachedModel:
         return self.recurrent or self._magnifies_rounding
 
     @property
+    def divisible(self) -> bool:
+        """Whether some rows of a patch, or its first tokens, can be replayed by themselves."""
+        return not (self._magnifies_rounding or chooses_tokens(self.model))
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether a row with padding on its left has the logits that it has alone; tried when it
+        is first asked for.
+        """
+        with self.attachment.one_pass(), torch.inference_mode(False), self._own_rounding():
+            hooked = self.hooks.current()
+            if hooked not in self._takes_padding:
+                self._takes_padding[hooked] = takes_padding(self.model, self.recurrent)
+        return self._takes_padding[hooked]
+
+    @property
     def _magnifies_rounding(self) -> bool:
         """Whether the update divides by activations."""
         scales = any(block.spec.writer is Writer.SCALE for block in self.block_specs)
@@ -356,7 +362,7 @@ class AttachedModel:
     def check_rows(self, sequences: Sequences) -> None:
         """Raises ValueError for rows that the model would treat otherwise than alone."""
         name = type(self.model).__name__
-        if not (self.takes_padding or sequences.head_mask.all()):
+        if not (sequences.head_mask.all() or self.takes_padding):
             raise ValueError(
                 f"expected rows of one length for {name}, whose logits for a padded row are others"
                 " than for the row alone, got padding on the left: compute each row by itself"
@@ -532,45 +538,47 @@ class AttachedModel:
         self, sequences: Sequences, passes: int, arithmetic: str = MODEL
     ) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
-        return empty_patch(
-            sequences,
-            self._info(passes, int(sequences.longest), arithmetic),
-            self.block_specs,
-            self.weights,
-        )
-
-    def _info(self, passes: int, longest: int, arithmetic: str) -> PatchInfo:
-        config = self.model.config
-        return PatchInfo(
+        config, group = self.model.config, group_of(self.model)
+        info = PatchInfo(
             model=config.name_or_path or type(self.model).__name__,
             revision=getattr(config, "_commit_hash", None),
-            fingerprint=self.fingerprint,
+            fingerprint=self.weights.fingerprint,
             tokenizer=self.tokenizer_fingerprint,
             family=self.family,
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
             arithmetic=arithmetic,
-            longest=longest,
+            longest=int(sequences.longest),
             divisible=self.divisible,
-            tensor_parallel=1 if (group := group_of(self.model)) is None else group.size(),
+            tensor_parallel=1 if group is None else group.size(),
         )
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of all weights, taken when first needed and after changes that torch counts."""
-        return self.weights.fingerprint
+        positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
+        prefix = sequences.head_mask & ~sequences.head_absorbed
+        width = int(prefix.sum(1).max()) if prefix.shape[1] else 0
+        # a stable sort moves the prefix to the right end, in order
+        order = prefix.long().sort(dim=1, stable=True).indices
+        prefix_slots = order[:, prefix.shape[1] - width :]
+        return ContextPatch(
+            info=info,
+            layers=(),
+            layer_indices=tuple(range(len(self.block_specs))),
+            blocks=self.block_specs,
+            kept_ids=sequences.tail_ids[:, sequences.kept_columns],
+            kept_mask=mask[:, slots],
+            position_ids=positions[:, slots],
+            kept_slots=slots.expand(len(mask), -1),
+            prefix_ids=sequences.head_ids.gather(1, prefix_slots),
+            prefix_mask=prefix.gather(1, prefix_slots),
+            prefix_positions=positions.gather(1, prefix_slots),
+            prefix_slots=prefix_slots,
+            weights=self.weights,
+        )
 
     @cached_property
     def weights(self) -> WatchedWeights:
         """The model's weights, watched for changes; patches share this."""
         return WatchedWeights(self.model)
-
-    def check_weights(self) -> WeightCheck:
-        """Hash all weights of the model now; see :meth:`icl_patch.ContextPatcher.check_weights`."""
-        check = self.weights.check()
-        assert check is not None
-        return check
 
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:
@@ -587,7 +595,7 @@ class AttachedModel:
                 ``tp_size``.
         """
         self.require_attached()
-        patch.check_model(self.model, self.fingerprint)
+        patch.check_model(self.model, self.weights.fingerprint)
         patch.check_blocks(self.block_specs)
         own = 1 if (group := group_of(self.model)) is None else group.size()
         bound = patch.info.update == "exact" or not patch.info.divisible

@@ -64,6 +64,7 @@ class BlockRecorder(ABC):
     ) -> None:
         self.block, self.spec, self.update = block, block.spec, update
         self.valid = None if valid is None else valid.to(block.device)
+        self.shape = (0, 0) if valid is None else (valid.shape[0], valid.shape[1])  # (B, T)
         self.context = context
         self.exact = update == "exact"
         self.diagnostics = BlockDiagnostics(block.block.path, self.valid)
@@ -102,27 +103,11 @@ class BlockRecorder(ABC):
 
     # -- the two streams
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        assert self.valid is not None
-        return self.valid.shape[0], self.valid.shape[1]
-
     @abstractmethod
     def split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Both streams of a module's rows of any shape, each (B, T, ·); None for a stream that is
         not in the batch.
         """
-
-    @abstractmethod
-    def context_output(self, name: str, output: Tensor | None) -> Tensor:
-        """The output (B, T, ·) with the context of reader ``name``; ``output`` is that of the
-        context stream if it is in the batch.
-        """
-
-    @abstractmethod
-    def context_written(self, output: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The same for the output matrix of a mixer."""
 
     @property
     def rows(self) -> int:
@@ -213,23 +198,20 @@ class BlockRecorder(ABC):
     ) -> Tensor:
         """A reader's patched output in ``dtype``, from its unpatched ``output``."""
         y_ctx, y = self.split(output)
-        reference = self.context_output(name, y_ctx)
+        reference = self.context.readers[name] if y_ctx is None else y_ctx
         u = self.zero_padding(updates.reader_update(reference, y))
         patched = add_low_rank(y, self.split(z)[1], u, self.direction_of(z).v, dtype)
-        self.keep_reader(name, layer, reference.to(dtype), patched, u)
+        self.keep_factors(name, layer, u)
+        reference = reference.to(dtype)
+        if y_ctx is not None:
+            self.context.readers[name] = reference  # which a miss of an exact step needs
+        self.diagnostics.reader(patched, reference, u)
         return self.join(y_ctx, patched, output)
 
-    def keep_reader(
-        self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor
-    ) -> None:
-        """Keep a reader's factors, and note how far its patched output is off."""
-        self.keep_factors(name, layer, u)
-        self.diagnostics.reader(patched, reference, u)
-
     def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
-        """Keep a reader's factors: u (B, T, N) and the direction."""
+        """Keep a reader's factors: u (B, T, N), 0 in columns of padding, and the direction."""
         assert self.direction is not None
-        direction, u = self.direction[1], self.zero_padding(u)
+        direction = self.direction[1]
         self.keep(layer, u=u, v=direction.v)
         condition = f"the input z of {name} is 0"
         self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, u, "input")
@@ -265,7 +247,10 @@ class BlockRecorder(ABC):
             return self.join(y_ctx, self._stable_down(layer, h, y, dtype), plain)
         target = self.writer_target()
         if self.spec.mixer:
-            reference = self.context_written(y_ctx, dtype)
+            if y_ctx is not None:
+                self.context.written = y_ctx.to(dtype)
+            reference = self.context.written if y_ctx is None else y_ctx
+            assert reference is not None
             target = target + self.zero_padding(updates.reader_update(reference, y))
         write = self._write_bias if self.spec.writer is Writer.BIAS else self._write_weight
         _, h = self.split(h)

@@ -3,7 +3,6 @@ unmodified model has left the activations with the context.
 """
 
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,30 +22,15 @@ class ClosingRecorder(BlockRecorder):
     """
 
     def hook(self, stack: ExitStack) -> None:
-        """See the block's start, its residual stream and its end."""
-        self.block.on_start(stack, self.on_start)
+        """See the block's residual stream and its end."""
         self.block.on_end(stack, self.on_end, first=True)
         if self.exact:
             self.block.keep_unrounded(stack)
         super().hook(stack)
 
-    def on_start(self, _shape: Any) -> None:
-        """Forget the call before this one."""
-        self._residuals.clear()
-        self.delta = None
-
     def split(self, x: Tensor) -> tuple[None, Tensor]:
         """The rows without the context, (B, T, ·)."""
         return None, x.reshape(-1, self.shape[1], x.shape[-1])
-
-    def context_output(self, name: str, _output: Tensor | None) -> Tensor:
-        """That of the earlier pass."""
-        return self.context.readers[name]
-
-    def context_written(self, _output: Tensor | None, _dtype: torch.dtype) -> Tensor:
-        """That of the earlier pass."""
-        assert self.context.written is not None
-        return self.context.written
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Choose an exact writer's factor so that the rounded sum is the context's output."""

@@ -53,7 +53,7 @@ class DecodeRecorder(BlockRecorder):
         super().__init__(block, update, None, BlockActivations())
         # of readers that were recorded with one before them: the input, y and u
         self._recorded: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        self.patch_index, self._rows = patch_index.to(block.device), len(patch_index) // 2
+        self.patch_index, self.shape = patch_index.to(block.device), (len(patch_index) // 2, 1)
         self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
 
     def hook(self, stack: ExitStack) -> None:
@@ -63,16 +63,6 @@ class DecodeRecorder(BlockRecorder):
         else:
             super().hook(stack)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, 1)."""
-        return self._rows, 1
-
-    @property
-    def rows(self) -> int:
-        """M = B."""
-        return self._rows
-
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (B, ...) as (B, 1, ...)."""
         return x.unsqueeze(1)
@@ -80,17 +70,7 @@ class DecodeRecorder(BlockRecorder):
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both streams, (B, 1, ·) each."""
         x = x.reshape(-1, 1, x.shape[-1])
-        return x[: self._rows], x[self._rows :]
-
-    def context_output(self, _name: str, output: Tensor | None) -> Tensor:
-        """That of the rows with the context."""
-        assert output is not None
-        return output
-
-    def context_written(self, output: Tensor | None, _dtype: torch.dtype) -> Tensor:
-        """That of the rows with the context."""
-        assert output is not None
-        return output
+        return x[: self.rows], x[self.rows :]
 
     def on_residual(self, x: Tensor) -> None:
         """Take one term of the residual stream before the MLP."""
@@ -242,19 +222,6 @@ class ExactDecodeRecorder(DecodeRecorder):
         """Keep a reader's factors, and its output with the context, which a miss needs."""
         super().keep_pair(name, layer, pair, u)
         self.context.readers[name] = self.unflat(pair[: self.rows])
-
-    def keep_reader(
-        self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor
-    ) -> None:
-        """The same for a reader that is no plain product."""
-        super().keep_reader(name, layer, reference, patched, u)
-        self.context.readers[name] = reference
-
-    def context_written(self, output: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """That of the rows with the context, which a miss needs."""
-        written = super().context_written(output, dtype)
-        self.context.written = written.to(dtype)
-        return written
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm

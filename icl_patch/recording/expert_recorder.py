@@ -9,7 +9,6 @@ from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.models.block_spec import Writer
 from icl_patch.recording import updates
 from icl_patch.recording.block_recorder import BlockRecorder
-from icl_patch.recording.decode_recorder import DecodeRecorder
 
 
 def record_experts(
@@ -19,7 +18,7 @@ def record_experts(
 
     z (M, d), index and weights (M, k).
     """
-    if isinstance(recorder, DecodeRecorder) and not recorder.exact and layer.gathers(z):
+    if recorder.valid is None and not recorder.exact and layer.gathers(z):
         return _record_decode_step(recorder, layer, z, index, weights)
     (z_ctx, z_own), (index_ctx, index_own) = recorder.split(z), recorder.split(index)
     output_ctx = None
@@ -35,7 +34,7 @@ def record_experts(
     fused = layer.uses_expert_linear(z, *recorder.shape)
     if not recorder.spec.reads:
         read = layer.read(z_own, chosen, fused)
-    elif fused and isinstance(recorder, DecodeRecorder):
+    elif fused and output_ctx is not None:
         # Each matrix is read once. A decode step runs in our kernels, which give a row the same
         # bits beside any other rows.
         both = layer.read(torch.cat([z_own, z_ctx]), chosen.repeat(2, 1), fused)
@@ -50,10 +49,11 @@ def record_experts(
 
 
 def _record_decode_step(
-    recorder: DecodeRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor
+    recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """The same for both streams of a decode step in common products, without a look at the host."""
     rows, (index_ctx, index_own) = recorder.rows, recorder.split(index)
+    assert index_ctx is not None
     _keep_index(recorder, layer, index_own, index_ctx)
     if recorder.spec.reads:
         # The context's rows go through the experts that either stream chose: normally the same.

@@ -16,7 +16,7 @@ def run(
     model: PreTrainedModel,
     ids: Tensor,
     mask: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     cache: Cache,
     visibility: Visibility | None = None,
     *,

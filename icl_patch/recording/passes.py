@@ -5,7 +5,7 @@ and a closing pass of the kept tokens without the context, in which the recorder
 factors. A replay runs the kept tokens with a patch, over a cache of the prefix, without context.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,18 +117,9 @@ def _observe_block(block: AttachedBlock, found: list[BlockActivations], hooks: E
     block.on_end(hooks, on_end)
 
 
-def _observed(
-    attached: HasBlocks, tokens: int, run: Callable[[slice], Tensor]
-) -> tuple[Tensor, list[BlockActivations]]:
-    """Run columns 0 to ``tokens``: the logits (B, tokens, V), and every block's activations."""
-    logits, calls = [], []
-    for part in calls_of(tokens, attached.recurrent):
-        with observe(attached.blocks) as found:
-            logits.append(run(part))
-        calls.append(found)
-    return torch.cat(logits, 1), [
-        BlockActivations.joined(parts) for parts in zip(*calls, strict=True)
-    ]
+def _of_blocks(found: list[BlockActivations], blocks: int) -> list[BlockActivations]:
+    """Each block's activations, of all calls of the model together."""
+    return [BlockActivations.joined(found[block::blocks]) for block in range(blocks)]
 
 
 # -- recording
@@ -191,13 +182,12 @@ def compute_closing(
 
     live: (B, 1) bool, the rows that get a patch; all by default.
     """
-    tail, kept = sequences.tail_ids.shape[1], sequences.kept_columns
-    logits, activations = _observed(
-        attached, tail, lambda part: forward_passes.run_tail(attached.model, sequences, cache, part)
-    )
+    kept, parts = sequences.kept_columns, calls_of(sequences.tail_ids.shape[1], attached.recurrent)
+    with observe(attached.blocks) as found:
+        logits = [forward_passes.run_tail(attached.model, sequences, cache, x) for x in parts]
     patch = attached.empty_patch(sequences, passes=2)
-    patch = replace(patch, logits=logits[:, kept])
-    of_kept = [block.part(kept) for block in activations]
+    patch = replace(patch, logits=torch.cat(logits, 1)[:, kept])
+    of_kept = [block.part(kept) for block in _of_blocks(found, len(attached.blocks))]
     return close_on(attached, of_kept, patch, attached.update, live)
 
 
@@ -207,10 +197,14 @@ def close_on(
     patch: ContextPatch,
     update: str,
     live: Tensor | None = None,
+    prefix: Cache | None = None,
 ) -> Computation:
-    """The closing pass alone: fills ``patch`` from the blocks' activations with the context."""
+    """The closing pass alone: fills ``patch`` from the blocks' activations with the context.
+
+    prefix: as :func:`prefix_cache`, which is run by default.
+    """
     blocks, recurrent = attached.blocks, attached.recurrent
-    prefix = prefix_cache(attached.model, patch)
+    prefix = prefix_cache(attached.model, patch) if prefix is None else prefix
     calls: list[list[BlockDiagnostics]] = []
     layers: list[tuple[Factors, ...]] = []
     reduced: list[Tensor] = []
@@ -239,20 +233,28 @@ def close_on(
 # -- replaying
 
 
-def replay_logits(attached: HasBlocks, patch: ContextPatch) -> Tensor:
-    """Replay a patch: logits (B, T, V)."""
-    cache = prefix_cache(attached.model, patch)
-    parts = calls_of(patch.kept_ids.shape[1], attached.recurrent)
-    return torch.cat([_replay_part(attached, patch, cache, part) for part in parts], 1)
+def replay_logits(attached: HasBlocks, patch: ContextPatch, prefix: Cache | None = None) -> Tensor:
+    """Replay a patch: logits (B, T, V). prefix: as in :func:`close_on`."""
+    cache = prefix_cache(attached.model, patch) if prefix is None else prefix
+    logits = []
+    for part in calls_of(patch.kept_ids.shape[1], attached.recurrent):
+        layers = [
+            {name: x if x.dim() == 1 else x[:, part] for name, x in patch.layers[place].items()}
+            for place in attached.places
+        ]
+        with running_in(patch.info.arithmetic), replaying(attached.blocks, layers):
+            logits.append(run_kept(attached.model, patch, cache, part))
+    return torch.cat(logits, 1)
 
 
 def replay_observed(
     attached: HasBlocks, patch: ContextPatch
 ) -> tuple[Tensor, list[BlockActivations]]:
     """Replay a patch: logits (B, T, V), and every block's activations."""
-    cache = prefix_cache(attached.model, patch)
-    tokens = patch.kept_ids.shape[1]
-    return _observed(attached, tokens, lambda part: _replay_part(attached, patch, cache, part))
+    prefix = prefix_cache(attached.model, patch)
+    with observe(attached.blocks) as found:
+        logits = replay_logits(attached, patch, prefix)
+    return logits, _of_blocks(found, len(attached.blocks))
 
 
 def replay_compared(
@@ -263,39 +265,27 @@ def replay_compared(
 
     NaN counts as equal to NaN; columns of padding count as equal.
     """
-    misses = torch.zeros(
-        len(outputs), *patch.kept_mask.shape, dtype=torch.int64, device=patch.kept_mask.device
-    )
-    logits, cache = [], prefix_cache(attached.model, patch)
-    for part in calls_of(patch.kept_ids.shape[1], attached.recurrent):
+    mask, prefix = patch.kept_mask, prefix_cache(attached.model, patch)
+    missed: list[list[Tensor]] = [[] for _ in outputs]  # (B, columns) of each call, by block
 
-        def compare(total: Tensor, layer: int, part: slice = part) -> None:
-            output = outputs[layer]
-            assert output is not None
-            target = output[:, part]
-            total = total.as_subclass(Tensor).reshape(target.shape)
-            differs = (total != target) & ~(total.isnan() & target.isnan())
-            missed = differs.sum(-1).to(misses.device)
-            misses[layer, :, part] = missed * patch.kept_mask[:, part]
+    def compare(layer: int, total: Tensor) -> None:
+        output, start = outputs[layer], sum(x.shape[1] for x in missed[layer])
+        assert output is not None
+        target = output[:, start:]
+        total = total.as_subclass(Tensor).reshape(len(target), -1, target.shape[-1])
+        target = target[:, : total.shape[1]]
+        differs = (total != target) & ~(total.isnan() & target.isnan())
+        missed[layer].append(differs.sum(-1).to(mask.device))
 
-        with ExitStack() as hooks:
-            for layer, block in enumerate(attached.blocks):
-                block.on_end(hooks, lambda total, layer=layer: compare(total, layer))
-            logits.append(_replay_part(attached, patch, cache, part))
+    with ExitStack() as hooks:
+        for layer, block in enumerate(attached.blocks):
+            block.on_end(hooks, partial(compare, layer))
+        logits = replay_logits(attached, patch, prefix)
+    misses = torch.stack([torch.cat(parts, 1) for parts in missed]) * mask
     if stage_of(attached.model) is not None:
         parts = attached.ranks.joined([{"misses": misses}], misses.device)
         misses = torch.cat([part["misses"] for part in parts])
-    return torch.cat(logits, 1), misses
-
-
-def _replay_part(attached: HasBlocks, patch: ContextPatch, cache: Cache, part: slice) -> Tensor:
-    """Replay the kept tokens in the columns ``part``, on top of those before them."""
-    layers = [
-        {name: x if x.dim() == 1 else x[:, part] for name, x in patch.layers[place].items()}
-        for place in attached.places
-    ]
-    with running_in(patch.info.arithmetic), replaying(attached.blocks, layers):
-        return run_kept(attached.model, patch, cache, part)
+    return logits, misses
 
 
 def prefix_cache(model: PreTrainedModel, patch: ContextPatch) -> DynamicCache:

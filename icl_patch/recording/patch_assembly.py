@@ -7,44 +7,13 @@ import torch
 from torch import Tensor
 
 from icl_patch.errors import ControllabilityError
-from icl_patch.models.block_spec import Block
 from icl_patch.models.pipeline import stage_of
-from icl_patch.patch.context_patch import ContextPatch, PatchReport
-from icl_patch.patch.fingerprints import WatchedWeights
-from icl_patch.patch.serialization import PatchInfo
+from icl_patch.patch.context_patch import PatchReport
 from icl_patch.recording.attached_block import AttachedBlock, Factors, HasBlocks
 from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
-from icl_patch.recording.sequences import Sequences
 
 Violations = tuple[tuple[ControllabilityViolation, ...], ...]  # by block
-
-
-def empty_patch(
-    sequences: Sequences, info: PatchInfo, blocks: tuple[Block, ...], weights: WatchedWeights
-) -> ContextPatch:
-    """A patch of the kept tokens of ``sequences``, without factors."""
-    positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
-    prefix = sequences.head_mask & ~sequences.head_absorbed
-    width = int(prefix.sum(1).max()) if prefix.shape[1] else 0
-    # a stable sort moves the prefix to the right end, in order
-    order = prefix.long().sort(dim=1, stable=True).indices
-    prefix_slots = order[:, prefix.shape[1] - width :]
-    return ContextPatch(
-        info=info,
-        layers=(),
-        layer_indices=tuple(range(len(blocks))),
-        blocks=blocks,
-        kept_ids=sequences.tail_ids[:, sequences.kept_columns],
-        kept_mask=mask[:, slots],
-        position_ids=positions[:, slots],
-        kept_slots=slots.expand(len(mask), -1),
-        prefix_ids=sequences.head_ids.gather(1, prefix_slots),
-        prefix_mask=prefix.gather(1, prefix_slots),
-        prefix_positions=positions.gather(1, prefix_slots),
-        prefix_slots=prefix_slots,
-        weights=weights,
-    )
 
 
 def factors_of(recorders: Sequence[BlockRecorder]) -> tuple[Factors, ...]:
@@ -72,39 +41,35 @@ def joined_layers(calls: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
     )
 
 
-def report_of(calls: list[list[BlockDiagnostics]], device: torch.device) -> PatchReport:
-    """The report on every block in every call, on ``device``.
-
-    Raises:
-        ControllabilityError: no change of the weights can have the effect.
-    """
-    try:
-        for token, call in enumerate(calls):
-            for block in call:
-                block.check(token)
-    except ControllabilityError as error:
-        raise ControllabilityError(str(error), violations_of(calls, device)) from None
-
-    def stack(name: str) -> Tensor:
-        parts = [
-            torch.stack([getattr(block.report, name).to(device) for block in call])
-            for call in calls
-        ]
-        return torch.cat(parts, 2)
-
-    return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
-
-
 def report_of_all(
     attached: HasBlocks, calls: list[list[BlockDiagnostics]], device: torch.device
 ) -> PatchReport:
-    """:func:`report_of` the blocks of all ranks; all ranks raise what one of them does."""
-    ranks = attached.ranks
-    report = ranks.shared(lambda: report_of(calls, device))
-    if ranks.size == 1:
-        return report
+    """The report on the blocks of all ranks in every call, on ``device``.
+
+    Raises:
+        ControllabilityError: no change of the weights can have the effect; all ranks raise it.
+    """
     names = [entry.name for entry in fields(PatchReport)]
-    parts = ranks.joined([{name: getattr(report, name) for name in names}], device)
+
+    def report() -> dict[str, Tensor]:
+        try:
+            for token, call in enumerate(calls):
+                for block in call:
+                    block.check(token)
+        except ControllabilityError as error:
+            raise ControllabilityError(str(error), violations_of(calls, device)) from None
+        return {
+            name: torch.cat(
+                [torch.stack([getattr(x.report, name).to(device) for x in call]) for call in calls],
+                2,
+            )
+            for name in names
+        }
+
+    ranks, own = attached.ranks, attached.ranks.shared(report)
+    if ranks.size == 1:
+        return PatchReport(**own)
+    parts = ranks.joined([own], device)
     if stage_of(attached.model) is None:  # of a part of each matrix
         return PatchReport(
             **{name: torch.stack([part[name] for part in parts]).amax(0) for name in names}

@@ -2,20 +2,24 @@
 blocks behave as their specs say.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.layers.experts import experts_class
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
+from icl_patch.models.block_detection import blocks_of
+from icl_patch.models.block_spec import Block
 from icl_patch.models.forward import call, counts_slots, takes_positions
 from icl_patch.models.language_model import random_tokens, text_config
 from icl_patch.models.model_checks import above_range, below_range
@@ -23,9 +27,17 @@ from icl_patch.models.pipeline import stage_of
 from icl_patch.models.positions import first_position
 from icl_patch.models.ranks import ranks_of
 from icl_patch.models.trace import first_tensor
+from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
-from icl_patch.recording.passes import close_on, observe, replay_logits
+from icl_patch.recording.passes import (
+    close_on,
+    empty_slots,
+    observe,
+    prefix_cache,
+    replay_logits,
+    run_kept,
+)
 from icl_patch.recording.sequences import assemble
 from icl_patch.tolerances import rounding_limit
 
@@ -95,128 +107,239 @@ def _sums(attached: HasBlocks, blocks: list[AttachedBlock]) -> list[Tensor]:
 
 
 class SelfCheck:
-    """A small forward on random tokens, made before attaching and compared with after it.
+    """Four forwards on random tokens: of the model before attaching, and of the attached model with
+    its modules off, recording, and replaying.
 
-    The model must number its tokens as they are numbered here. Swapped modules that are off must
-    not change a bit. The kept tokens alone must attend to the same tokens as in a pass whose mask
-    hides the context. The correction of an exact patch must be no larger than rounding explains: a
-    missed reader, a misread residual stream or a misread scale makes it larger. Its replay must
-    give the logits of the unmodified model: a block that reads its context again after its sum
-    fails here.
+    Two rows are a prefix, a context and kept tokens, all in one call. Each is there twice, the
+    second time with the context hidden from the kept tokens by the mask; a recurrent model has no
+    mask for its states and gets no such rows. Checked is that
+
+    - the model numbers its tokens as they are numbered here (the first call leaves this to it),
+    - swapped modules that are off change no bit,
+    - kept tokens alone, after a cache of the prefix, attend to the same tokens as behind that mask,
+    - the correction of an exact patch is no larger than rounding explains: a missed reader, a
+      misread residual stream or a misread scale makes it larger,
+    - its replay gives the logits of the unmodified model: a block that reads its context again
+      after its sum fails here.
+
+    Multipliers are measured first, in a fifth forward, unless they are 1 in a dtype with digits
+    enough to tell. If the replay is wrong, they are measured at any rate, and the context is read
+    before the kept tokens, as `compute` does: then all its rows are multiplied as in a replay.
     """
 
     def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
-        ids = random_tokens(model, 9, seed=0)
         self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
-        self._has_experts = ranks_of(model).any(
-            any(weight.dim() == 3 for weight in model.parameters())
-            or any(experts_class(module) for module in model.modules())
-        )
-        prefix, context, kept = ids[:, :2], ids[:, 2:7], ids[:, 7:]
-        if recurrent:
-            kept = kept[:, :1]  # their classes continue from a state with one token per call
-        self._sequences = assemble(context, kept, prefix_ids=prefix)
-        with torch.no_grad():
-            self._head, self._expected = self._logits()
+        # recurrent classes continue from a state with one token per call
+        self._kept = 1 if recurrent else 2
+        ids = random_tokens(model, 9, seed=0)[:, : 3 + self._kept]
+        ids = ids.repeat(1 if recurrent else 2, 1)
+        self._sequences = assemble(ids[:, 1:3], ids[:, 3:], prefix_ids=ids[:, :1])
+        self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
+        self._expected = ids.new_empty(0)
+
+    def blocks(self) -> list[Block]:
+        """The model's blocks, from the first of the forwards; see
+        :func:`icl_patch.models.block_detection.blocks_of`.
+        """
+
+        def forward() -> None:
+            self._expected, *_ = self._forward(None)
+
+        return blocks_of(self._model, forward)
+
+    def _forward(
+        self, positions: Tensor | None, *, split: bool = False
+    ) -> tuple[Tensor, Cache, set[int | None]]:
+        """All tokens in one call, or ``split`` before the kept ones: the logits of these (B, T, V),
+        the cache, and the sizes of windows in the masks.
+        """
+        tokens, cache, kept = self._sequences, kv_cache.new_cache(self._model), self._kept
+        visible, windows = self._live | ~tokens.absorbed, set[int | None]()
+        for part in (slice(0, -kept), slice(-kept, None)) if split else (slice(0, None),):
+            logits = forward_passes.run(
+                self._model,
+                tokens.ids[:, part],
+                tokens.mask[:, : part.stop],
+                None if positions is None else positions[:, part],
+                cache,
+                Visibility(visible[:, : part.stop], windows=windows),
+                longest=tokens.longest,
+                last_logits=kept,
+            )
+        return logits, cache, windows
+
+    @contextmanager
+    def _head_inputs(self) -> Iterator[list[Tensor]]:
+        """Within this context what the head reads of the kept tokens is appended to the list, on
+        the rank that has the head.
+        """
+        read: list[Tensor] = []
+
+        def before(_module: Any, args: Any, kwargs: Any) -> None:
+            x = first_tensor((*args, kwargs))
+            assert x is not None
+            read.append(x[:, -self._kept :].clone())
+
+        head = self._model.get_output_embeddings()
+        with head.register_forward_pre_hook(before, with_kwargs=True):
+            yield read
 
     @torch.no_grad()
-    def takes_padding(self) -> bool:
-        """Whether a row with padding on its left has the logits that it has alone.
+    def run(self, attached: HasBlocks) -> None:
+        """Raises UnsupportedModelError if the model does not behave as its block specs say."""
+        blocks, ranks, positions = attached.blocks, attached.ranks, self._sequences.positions
+        patch = attached.empty_patch(self._sequences, passes=2)
+        with observe(blocks) as activations, self._head_inputs() as read:
+            logits, cache, windows = self._forward(positions)
+        if not _same(logits, self._expected):
+            self._check_positions(logits)
+        ranks.shared(lambda: self._check_blocks(blocks, activations))
+        sliding = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+        if sliding and not self._recurrent and windows <= {None}:
+            raise UnsupportedModelError(
+                f"{self._name} keeps its window by dropping tokens from its cache, not by its mask"
+            )
+        patch = replace(patch, logits=logits)
+        prefix = self._prefix(patch, cache)
+        numbers = {block.spec.residual_multiplier for block in blocks}
+        if measured := ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
+            ranks.shared(lambda: measure_multipliers(attached))
+        if self._reason(attached, activations, patch, prefix, read) is None:
+            return
+        if not measured:
+            ranks.shared(lambda: measure_multipliers(attached))
+        with observe(blocks) as activations, self._head_inputs() as read:
+            logits, *_ = self._forward(positions, split=True)
+        patch = replace(patch, logits=logits)
+        reason = self._reason(attached, activations[-len(blocks) :], patch, prefix, read)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
 
-        A recurrent model may let the padding into its states: then its logits depend on the
-        padding's token. A model that counts its positions in the cache must have the same bits in
-        bf16 and fp16, where wrong positions may change as little as rounding does. Nothing is
-        compared where rounding may choose other experts.
+    def _check_positions(self, logits: Tensor) -> None:
+        """Raises UnsupportedModelError for logits that differ from those before the modules were
+        swapped, unless rounding explains it.
         """
-        few_bits, padded, alone = self._epsilon > 1e-4, self._padded(0), self._head
-        settings = vars(text_config(self._model)).items()
-        if any("expert" in name and type(value) is int and value for name, value in settings):
-            return few_bits or self._near(padded, alone)
-        if self._recurrent and not _same(padded, self._padded(1)):
-            return False
-        if counts_slots(self._model) and few_bits:
-            return _same(padded, alone)
-        return self._near(padded, alone)
-
-    def _padded(self, token: int) -> Tensor:
-        """The logits of the head's last token behind one more column, a ``token`` that the mask
-        hides.
-        """
-        alone = self._sequences
-        padded = replace(
-            alone,
-            head_ids=F.pad(alone.head_ids, (1, 0), value=token),
-            head_mask=F.pad(alone.head_mask, (1, 0)),
-            head_absorbed=F.pad(alone.head_absorbed, (1, 0)),
+        own, *_ = self._forward(None)
+        if not _same(own, self._expected):
+            raise UnsupportedModelError(
+                f"{self._name} does not compute the same with its modules swapped and off"
+            )
+        # the rows that an expert gets, and so the rounding of its products, depend on all rows
+        experts = ranks_of(self._model).any(
+            any(weight.dim() == 3 for weight in self._model.parameters())
+            or any(experts_class(module) for module in self._model.modules())
         )
-        return forward_passes.run_head(self._model, padded, kv_cache.new_cache(self._model))
-
-    @torch.no_grad()
-    def check_positions(self) -> None:
-        """Raises UnsupportedModelError unless the model itself takes the positions given here."""
-        ids, cache = self._sequences.head_ids, kv_cache.new_cache(self._model)
-        own = call(self._model, ids, torch.ones_like(ids), None, cache, last_logits=1)
-        if not self._alike(self._head, own):
+        if not (experts and _near(logits, own)):
             first = first_position(self._model)
             raise UnsupportedModelError(
                 f"expected {self._name} to number its tokens one by one from {first}, "
                 "but without position_ids its logits are others: it numbers them in another way"
             )
 
-    def _logits(self) -> tuple[Tensor, Tensor]:
-        """Of the head's last token (B, 1, V), and of the kept tokens (B, T, V)."""
-        cache = kv_cache.new_cache(self._model)
-        head = forward_passes.run_head(self._model, self._sequences, cache)
-        return head, forward_passes.run_tail(self._model, self._sequences, cache)
-
-    @torch.no_grad()
-    def run(self, attached: HasBlocks) -> None:
-        """Raises UnsupportedModelError if the model does not behave as its block specs say."""
-        blocks = attached.blocks
-        with observe(blocks) as all_activations:
-            _, logits = self._logits()
-        if not _same(logits, self._expected):
-            raise UnsupportedModelError(
-                f"{self._name} does not compute the same with its modules swapped and off"
-            )
-        attached.ranks.shared(lambda: self._check_blocks(blocks, all_activations))
-        if not self._recurrent:
-            self._check_alone()
-        # weights of zero have no patch for these tokens; the user's tokens raise this again
-        with suppress(ControllabilityError):
-            patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
-            patch = close_on(attached, all_activations[len(blocks) :], patch, "exact").patch
-            assert patch.report is not None
-            small = patch.report.correction.amax((1, 2)) <= rounding_limit(self._model.dtype)
-            if not small.all():
-                place = int((~small).nonzero()[0])
-                path = attached.block_specs[place].path
-                below = self._below_range(blocks[place]) if attached.ranks.size == 1 else None
-                raise UnsupportedModelError(
-                    below or f"{path} has inputs or parameters that its form does not know"
-                )
-            replayed, missed = replay_logits(attached, patch), bool(patch.report.misses.any())
-            # sums of several ranks may be taken in another order
-            near = missed or (attached.ranks.size > 1 and stage_of(self._model) is None)
-            if not (self._near if near else _same)(replayed, self._expected):
-                raise UnsupportedModelError(
-                    f"{self._name} has blocks that hand on more of their context than their sum"
-                )
-
     def _check_blocks(
         self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
     ) -> None:
-        self._check_calls(blocks, all_activations)
-        self._check_range(blocks, all_activations)
-
-    def _check_range(
-        self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
-    ) -> None:
-        for block, activations in zip([*blocks, *blocks], all_activations, strict=True):
-            assert activations.output is not None
+        if len(all_activations) != len(blocks):
+            raise UnsupportedModelError(f"{self._name} does not run each of its blocks once a pass")
+        for block, activations in zip(blocks, all_activations, strict=True):
+            self._check_readers(block, activations.readers)
+            if activations.output is None or activations.hidden is None:
+                raise UnsupportedModelError(
+                    f"{block.block.path} does not have its residual stream where it was found"
+                )
             reason = above_range(block.block.path, activations.output, self._model.dtype)
             if reason is not None:
                 raise UnsupportedModelError(reason)
+
+    @staticmethod
+    def _check_readers(block: AttachedBlock, called: Container[str]) -> None:
+        missing = [name for name in block.readers if name not in called]
+        if missing:
+            raise UnsupportedModelError(
+                f"{block.block.path} does not call its readers {', '.join(missing)}"
+            )
+
+    def _prefix(self, patch: ContextPatch, cache: Cache) -> Cache:
+        """A cache of the prefix, from that of all tokens if it can be cut."""
+        width = patch.prefix_ids.shape[1]
+        if type(cache) is not DynamicCache:
+            return prefix_cache(self._model, patch)
+        for layer in cache.layers:
+            whole = type(layer) is DynamicSlidingWindowLayer and (
+                layer.cumulative_length < layer.sliding_window
+            )
+            if not (type(layer) is DynamicLayer or whole):
+                return prefix_cache(self._model, patch)
+        cache.crop(width - self._sequences.ids.shape[1])
+        if count := empty_slots(self._model, patch):
+            kv_cache.append_empty(cache, width, count)
+        return cache
+
+    def _reason(
+        self,
+        attached: HasBlocks,
+        activations: list[BlockActivations],
+        patch: ContextPatch,
+        prefix: Cache,
+        read: list[Tensor],
+    ) -> str | None:
+        """Why a patch of the rows that see their context is wrong; None if it is right."""
+        rows, dtype = self._live.squeeze(1), self._model.dtype
+        assert patch.logits is not None
+        of_kept = [block.part(slice(-self._kept, None)) for block in activations]
+        try:
+            computation = close_on(attached, of_kept, patch, "exact", self._live, deepcopy(prefix))
+        except ControllabilityError:
+            # weights of zero have no patch for these tokens; the user's tokens raise this again
+            alone = run_kept(self._model, patch, deepcopy(prefix))
+            return self._hidden_reason(alone, patch.logits) if not rows.all() else None
+        patch, report = computation.patch, computation.patch.report
+        assert report is not None and patch.logits is not None
+        for place, block in zip(attached.places, attached.blocks, strict=True):
+            self._check_readers(block, {name.removesuffix(".u") for name in patch.layers[place]})
+        small = report.correction.amax((1, 2)) <= rounding_limit(dtype)
+        if not small.all():
+            place = int((~small).nonzero()[0])
+            path = attached.block_specs[place].path
+            below = self._below_range(attached.blocks[place]) if attached.ranks.size == 1 else None
+            return below or f"{path} has inputs or parameters that its form does not know"
+        if not rows.all():
+            reason = self._hidden_reason(computation.reduced_logits, patch.logits)
+            if reason is not None:
+                return reason
+        with self._head_inputs() as read_again:
+            replayed = replay_logits(attached, patch, deepcopy(prefix))
+        if report.misses.any() or (attached.ranks.size > 1 and stage_of(self._model) is None):
+            # sums of several ranks may be taken in another order
+            right = _near(replayed[rows], patch.logits[rows])
+        elif read or attached.ranks.size > 1:
+            pairs = zip(read[-1:], read_again[-1:], strict=True)
+            right = all(x.shape == y.shape and _same(x[rows], y[rows]) for x, y in pairs)
+        else:
+            right = _same(replayed[rows], patch.logits[rows])
+        if not attached.ranks.any(not right):
+            return None
+        return f"{self._name} has blocks that hand on more of their context than their sum"
+
+    def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
+        """Why kept tokens alone are others than with the context hidden, None if they are not."""
+        hidden, limit = ~self._live.squeeze(1), 1.0
+        if not takes_positions(self._model):
+            # it may count its cache instead; the error can be as small as that of bf16
+            split, *_ = self._forward(self._sequences.positions, split=True)
+            noise = _error(split[~hidden], logits[~hidden])
+            limit = max(4 * noise, 8 * torch.finfo(logits.dtype).eps)
+        pairs = zip(alone[hidden].flatten(0, 1), logits[hidden].flatten(0, 1), strict=True)
+        near = [_near(x, y, limit) for x, y in pairs]
+        # in half precision rounding may choose other experts for one of the tokens, or change it
+        # more in another way; a wrong mask changes all of them
+        if all(near) or (_has_few_bits(self._model) and any(near)):
+            return None
+        return (
+            f"{self._name} does not give the kept tokens alone the logits that they have with"
+            " the context masked: its attention does not take the mask, or it has positions"
+            " that the tokens alone cannot be given"
+        )
 
     def _below_range(self, block: AttachedBlock) -> str | None:
         """The refusal of a block whose MLP writes numbers that are too small for its dtype."""
@@ -229,94 +352,54 @@ class SelfCheck:
             outputs.append(tensor.flatten(0, -2))
 
         with block.module.get_submodule(name).register_forward_hook(keep):
-            self._logits()
+            self._forward(self._sequences.positions)
         return below_range(block.block.path_of(name), torch.cat(outputs), self._model.dtype)
 
-    def _check_alone(self) -> None:
-        everything = torch.ones_like(self._sequences.absorbed)
-        masked, limit = self._in_one_call(~self._sequences.absorbed), 1.0
-        if not takes_positions(self._model):
-            # it may count its cache instead; the error can be as small as that of bf16
-            noise = self._error(self._in_one_call(everything), self._expected)
-            limit = max(4 * noise, 8 * self._epsilon)
-        if not self._near(self._alone(), masked, limit):
-            raise UnsupportedModelError(
-                f"{self._name} does not give the kept tokens alone the logits that they have with"
-                " the context masked: its attention does not take the mask, or it has positions"
-                " that the tokens alone cannot be given"
-            )
 
-    def _in_one_call(self, visible: Tensor) -> Tensor:
-        """The logits of the kept tokens in one call over all tokens, (B, T, V); ``visible`` (B, S)
-        bool.
-        """
-        tokens, cache = self._sequences, kv_cache.new_cache(self._model)
-        inputs = (tokens.ids, tokens.mask, tokens.positions, cache, Visibility(visible))
-        kept = tokens.tail_ids.shape[1]
-        return forward_passes.run(self._model, *inputs, longest=tokens.longest, last_logits=kept)
+@torch.no_grad()
+def takes_padding(model: PreTrainedModel, recurrent: bool) -> bool:
+    """Whether a row with padding on its left has the logits that it has alone.
 
-    def _alike(self, logits: Tensor, expected: Tensor) -> bool:
-        """Whether the logits are equal to the last bit, or near if the model has experts.
+    A recurrent model may let the padding into its states: then its logits depend on the padding's
+    token. A model that counts its positions in the cache must have the same bits in bf16 and fp16,
+    where wrong positions may change as little as rounding does. Nothing is compared where rounding
+    may choose other experts.
+    """
+    ids = random_tokens(model, 6, seed=0)
 
-        The rows that an expert gets, and so the rounding of its products, depend on all rows.
-        """
-        return self._near(logits, expected) if self._has_experts else _same(logits, expected)
-
-    @property
-    def _epsilon(self) -> float:
-        return torch.finfo(self._model.dtype).eps
-
-    def _near(self, logits: Tensor, expected: Tensor, limit: float = 1.0) -> bool:
-        return self._error(logits, expected) <= min(limit, rounding_limit(self._model.dtype))
-
-    @staticmethod
-    def _error(logits: Tensor, expected: Tensor) -> float:
-        """The largest difference, relative to the largest logit."""
-        off = torch.where(logits.isnan() & expected.isnan(), 0, logits - expected)
-        return float(
-            off.abs().max()
-            / expected.nan_to_num().abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    def logits(columns: slice, token: int) -> Tensor:
+        """Of the last token (B, 1, V), behind a ``token`` that the mask hides."""
+        padded = F.pad(ids, (1, 0), value=token)[:, columns]
+        mask = F.pad(torch.ones_like(ids, dtype=torch.bool), (1, 0))[:, columns]
+        cache, positions = kv_cache.new_cache(model), (mask.long().cumsum(1) - 1).clamp(min=0)
+        return forward_passes.run(
+            model, padded, mask, positions, cache, longest=ids.shape[1], last_logits=1
         )
 
-    def _alone(self) -> Tensor:
-        """The kept tokens over a cache of the prefix, with the modules off."""
-        sequences, cache = self._sequences, kv_cache.new_cache(self._model)
-        width = sequences.head_ids.shape[1]
-        first = torch.arange(2, device=self._sequences.head_ids.device)
-        empty = first.new_zeros(width - 2 if counts_slots(self._model) else 0)
-        slots = torch.cat([first, empty, sequences.kept_slots])
-        mask = torch.cat([first >= 0, empty > 0, sequences.kept_slots > 0])
-        slots, mask = (x.expand(len(sequences.head_ids), -1) for x in (slots, mask))
-        longest = sequences.longest
-        prefix = (sequences.head_ids[:, :2], mask[:, :2], slots[:, :2])
-        forward_passes.run(self._model, *prefix, cache, longest=longest, last_logits=1)
-        if len(empty):
-            kv_cache.append_empty(cache, 2, len(empty))
-        visibility = Visibility(mask, slots, slots)
-        kept = (sequences.tail_ids, mask, slots[:, 2 + len(empty) :])
-        logits = forward_passes.run(self._model, *kept, cache, visibility, longest=longest)
-        if any(
-            getattr(layer, "is_sliding", False) for layer in cache.layers
-        ) and visibility.windows <= {None}:
-            raise UnsupportedModelError(
-                f"{self._name} keeps its window by dropping tokens from its cache, not by its mask"
-            )
-        return logits
+    padded, alone = logits(slice(None), 0), logits(slice(1, None), 0)
+    few_bits, settings = _has_few_bits(model), vars(text_config(model)).items()
+    if any("expert" in name and type(value) is int and value for name, value in settings):
+        return few_bits or _near(padded, alone)
+    if recurrent and not _same(padded, logits(slice(None), 1)):
+        return False
+    return _same(padded, alone) if counts_slots(model) and few_bits else _near(padded, alone)
 
-    def _check_calls(
-        self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
-    ) -> None:
-        if len(all_activations) != 2 * len(blocks):  # the head, then the tail
-            raise UnsupportedModelError(f"{self._name} does not run each of its blocks once a pass")
-        for block, activations in zip([*blocks, *blocks], all_activations, strict=True):
-            if activations.readers.keys() != block.readers.keys():
-                raise UnsupportedModelError(
-                    f"{block.block.path} does not call its readers {', '.join(block.readers)}"
-                )
-            if activations.output is None or activations.hidden is None:
-                raise UnsupportedModelError(
-                    f"{block.block.path} does not have its residual stream where it was found"
-                )
+
+def _has_few_bits(model: PreTrainedModel) -> bool:
+    return torch.finfo(model.dtype).eps > 1e-4
+
+
+def _near(logits: Tensor, expected: Tensor, limit: float = 1.0) -> bool:
+    return _error(logits, expected) <= min(limit, rounding_limit(expected.dtype))
+
+
+def _error(logits: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest logit."""
+    off = torch.where(logits.isnan() & expected.isnan(), 0, logits - expected)
+    return float(
+        off.abs().max()
+        / expected.nan_to_num().abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    )
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

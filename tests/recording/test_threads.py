@@ -112,20 +112,21 @@ def test_what_another_thread_does_in_the_middle_of_a_pass(
                 assert near(two, expected[other]), (name, other)
 
 
-@pytest.mark.parametrize(("family", "update"), [("llama", "exact"), ("gemma3", "stable")])
-def test_two_threads_that_do_everything(family: str, update: str) -> None:
-    with ContextPatcher(build(family, **TINY[family]), update) as patcher:
-        assert not hammer(patcher, 12)
-
-
-@pytest.mark.stress
 @pytest.mark.parametrize(
-    ("family", "update"),
-    [("llama", "exact"), ("llama", "stable"), ("gemma3", "exact"), ("gemma3", "stable")],
+    ("family", "update", "calls"),
+    [
+        ("llama", "exact", 12),
+        ("gemma3", "stable", 12),
+        *(
+            pytest.param(family, update, 1000, marks=pytest.mark.stress)
+            for family in ("llama", "gemma3")
+            for update in ("exact", "stable")
+        ),
+    ],
 )
-def test_two_threads_a_thousand_calls_each(family: str, update: str) -> None:
+def test_two_threads_that_do_everything(family: str, update: str, calls: int) -> None:
     with ContextPatcher(build(family, **TINY[family]), update) as patcher:
-        assert not hammer(patcher, 1000)
+        assert not hammer(patcher, calls)
 
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", "llama with dynamic RoPE"])

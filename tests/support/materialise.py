@@ -1,22 +1,13 @@
 """What a reader of a patch file can do with no more than its documented format: change a stock
-model's weights, run one bare token.
-
-    python materialise.py FOLDER ...
-
-Every FOLDER holds ``model/`` (from ``save_pretrained``) and ``patch.safetensors`` (one row, one
-kept token, no prefix). It gets a ``logits.safetensors`` with that token's logits under the changed
-weights (``patched``) and under the model's own (``bare``).
+model's weights.
 """
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 
 def read_patch(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -84,24 +75,3 @@ def change_experts(
             else torch.outer(own, read)
         )
         parameters[f"{block['path']}.{path}"].data[expert] += change
-
-
-@torch.no_grad()
-def run(folder: Path) -> None:
-    header, tensors = read_patch(folder / "patch.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    token = {
-        "input_ids": torch.tensor(header["kept_ids"]),
-        "position_ids": torch.tensor(header["position_ids"]),
-    }
-    bare = model(**token).logits
-    materialise(model, header, tensors)
-    save_file({"bare": bare, "patched": model(**token).logits}, folder / "logits.safetensors")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for folder in sys.argv[1:]:
-        run(Path(folder))
-    assert "icl_patch" not in sys.modules
-    print(json.dumps(sorted(sys.modules)))
