@@ -72,7 +72,7 @@ def test_a_model_larger_than_memory(tmp_path: Path) -> None:
         vocab_size=97,
         hidden_size=512,
         intermediate_size=1024,
-        num_hidden_layers=8,
+        num_hidden_layers=11,
         num_attention_heads=4,
         num_key_value_heads=4,
     )
