@@ -462,11 +462,12 @@ def write_direction(
 def add_to_writer(
     layer: PatchedLinear, y: Tensor, h: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """``y + u (v·h)`` of a writer whose input each rank may have a part of."""
+    """``y + u (v·h)`` of a writer with ``v = h / ‖h‖²``, whose input each rank may have a part of."""
     if layer.group is None:
         return add_low_rank(y, h, u, v, out_dtype)
-    rows, h, u, v = (x.reshape(-1, x.shape[-1]) for x in (y, h, u, v))
-    return layer.add_summed(rows, h, u, v, out_dtype).reshape(y.shape)
+    # v·h is 1, and its sum over the ranks would be one more message in every block
+    wide = torch.promote_types(torch.promote_types(u.dtype, y.dtype), torch.float32)
+    return (y.to(wide) + u).to(out_dtype)
 
 
 def add_low_rank(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:
