@@ -47,8 +47,10 @@ stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two 
 ranks: $(RUN) build/peft ## models that are split over three and four processes, by pipeline and by shared matrices, on the CPU
 	$(RUN) -m pytest -m stress tests/recording/test_ranks.py
 
-splits: $(RUN) build/peft ## every family offloaded and split, beside the whole model, into docs/data/splits.jsonl
-	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/splits.py && $(RUN) tools/readme.py
+splits: $(RUN) build/peft $(if $(MODEL),,build/gguf) ## every family offloaded and split, beside the whole model, and decode steps of split models, into docs/data
+	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/splits.py
+	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
+	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/split_steps.py "$$model" && $(RUN) tools/readme.py
 
 # Apart from the rest: it brings a module that hides Python's own typing.
 build/universalmutator: | $(RUN)

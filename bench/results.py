@@ -165,7 +165,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = [["case", *calls, "middle half", *numbers]]
     for case, row in ours.items():
         cells = {row["call"]: cell(row) for row in rows if row["case"] == case}
-        found = [format_number(row[name]) if name in row else "-" for name in numbers]
+        found = ["-" if row.get(name) is None else format_number(row[name]) for name in numbers]
         lines.append([case, *(cells.get(name, "") for name in calls), middle_half(row), *found])
     columns, *texts = [[text.replace("|", "\\|") for text in line] for line in lines]
     return markdown(columns, texts).splitlines()

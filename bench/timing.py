@@ -6,7 +6,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,26 +83,6 @@ def _summary(samples: list[float]) -> Seconds:
     several = samples if len(samples) > 1 else samples * 2
     low, median, high = statistics.quantiles(several, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
-
-
-def peak_bytes(call: Call, device: torch.device) -> int:
-    """How much more memory is in use during a call than before it: of the GPU, or of this process
-    (Linux only).
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        return torch.cuda.max_memory_allocated(device) - before
-    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
-    before = _resident("VmRSS")
-    call()
-    return _resident("VmHWM") - before
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 @functools.cache

@@ -150,6 +150,30 @@ def whole_answers() -> str:
     return _table(["call", *by_dtype], rows)
 
 
+def passes() -> str:
+    """What comes before the second token of a pretrained model, its own pass being 1."""
+    by_name: dict[str, dict[str, dict[str, float]]] = {}
+    for case, found in _seconds("passes").items():
+        _, dtype, name = case.split(" ", 2)
+        by_name.setdefault(name, {})[DTYPES[dtype]] = found
+    rows = []
+    for name, by_dtype in by_name.items():
+        for call in next(iter(by_dtype.values())):
+            cells = []
+            for found in by_dtype.values():
+                own = next(iter(found.values()))
+                cells.append(f"{found[call]:.2f} s ({found[call] / own:.2f}×)")
+            rows.append([name, call, *cells])
+    return _table(["", "call", *next(iter(by_name.values()))], rows)
+
+
+def peaks() -> str:
+    """The memory of a generation after a long context, from tools/offload_memory.py."""
+    found = _data("offload-memory.json")["generation"]
+    sizes = [f"{found[call]} MiB" for call in ("own", "exact", "stable")]
+    return _table(["`model.generate`", "`exact`", "`stable`"], [sizes])
+
+
 def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[str], float]]]]:
     """The record of tools/extraction_speed.py, and each of its runs with the medians of its
     seconds.
@@ -224,14 +248,43 @@ def _of_split(lines: list[dict[str, Any]]) -> str:
     return ", ".join(f"`{update}`" for update in works) or "refused"
 
 
+def split_steps() -> str:
+    """Decode steps of models that are split over two processes, from tools/split_steps.py."""
+    rows = []
+    for row in _data("split-steps.json")["rows"]:
+        own, ours = (statistics.median(row["seconds"][name]) for name in ("own", "stable"))
+        counts = [row["a step"][name] for name in ("own", "stable")]
+        cells = [f"{1e3 * own:.0f} ms", f"{ours / own:.2f}×"]
+        for name, size, unit in (("operators", 1, ""), ("messages", 1, ""), ("bytes", 1e3, " kB")):
+            cells.append(" → ".join(f"{count[name] / size:,.0f}{unit}" for count in counts))
+        rows.append([row["model"], f"`{row['split']}=2`", *cells])
+    columns = [
+        "model",
+        "split",
+        "the model's own step",
+        "`stable`",
+        "operators",
+        "messages",
+        "sent",
+    ]
+    return _table(columns, rows)
+
+
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "README.md": {"chat": chat, "fidelity": fidelity},
     "docs/models.md": {"families": support_markdown},
-    "docs/scale.md": {"extraction": extraction, "hundred": hundred, "splits": splits},
+    "docs/scale.md": {
+        "extraction": extraction,
+        "hundred": hundred,
+        "splits": splits,
+        "split-steps": split_steps,
+    },
     "docs/performance.md": {
         "speed": speed,
         "steps": steps,
         "answers": whole_answers,
+        "passes": passes,
+        "peaks": peaks,
         "memory": memory,
     },
 }

@@ -110,7 +110,6 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="folder or hub id")
-    parser.add_argument("--out", type=Path, default=TARGET)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -123,7 +122,7 @@ def main() -> None:
         CPU_SHAPE.build(torch.device("cpu"), torch.float32).save_pretrained(folder)
         rows += [measure(folder, CPU_SHAPE.name, split) for split in ("pp_size", "tp_size")]
     where = environment(torch.device("cpu")) | {"threads": 1, "processes": PROCESSES}
-    write_json(options.out, {"environment": where, "context_tokens": CONTEXT, "rows": rows})
+    write_json(TARGET, {"environment": where, "context_tokens": CONTEXT, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 Attaching is compared with one of the model's own passes over 64 tokens, `compute` of 32 tokens with
 a context of 2,048 with the model's own pass over the 2,080, and the first token of `generate` with
 that of `model.generate`. The error is the largest difference of the kept tokens' logits, relative
-to the largest; of a token, whether it is another than the model's. `MB` are the most memory that
-the first call needs beyond what was in use before it, the model's own first.
+to the largest; of a token, whether it is another than the model's.
 """
 
 import functools
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from icl_patch import ContextPatcher
 from icl_patch.bench.cases.models import SavedModel, twin
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
-from icl_patch.bench.timing import InTurn, peak_bytes
+from icl_patch.bench.timing import InTurn
 
 CHECKED = 64  # tokens of the pass that attaching is compared with
 CONTEXT, KEPT = 2048, 32
@@ -121,7 +120,6 @@ def first_token(length: int, model: PreTrainedModel, tokens: Callable[[int], Ten
     patchers = {update: ContextPatcher(twin(model), update) for update in UPDATES}
     calls: dict[str, Callable[[], Any]] = {OWN: own}
     calls |= {f"generate, {name}": functools.partial(step, x) for name, x in patchers.items()}
-    megabytes = {f"{name}, MB": peak_bytes(call, ids.device) / 1e6 for name, call in calls.items()}
     expected = own()
 
     def check(_name: str, token: Any) -> float:
@@ -132,4 +130,4 @@ def first_token(length: int, model: PreTrainedModel, tokens: Callable[[int], Ten
             )
         return float(other)
 
-    return Comparison(ours=OWN, calls=calls, check=check, notes=megabytes)
+    return Comparison(ours=OWN, calls=calls, check=check)

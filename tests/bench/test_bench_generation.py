@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from icl_patch.bench import baselines
-from icl_patch.bench.cases import answer, generation
+from icl_patch.bench.cases import answer, generation, passes
 from icl_patch.bench.cases.generation import (
     COMPILED,
     EXACT,
@@ -193,3 +193,24 @@ def test_a_whole_answer_has_the_tokens_of_the_model(tmp_path: Path) -> None:
         assert compared.check(name, compared.calls[name]()) == 0
     with pytest.raises(AssertionError, match="expected the model's own tokens"):
         compared.check("ask", 1 - compared.calls["ask"]())
+
+
+def test_passes_before_a_step_are_those_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path / "own-model")
+    QWEN.build(CPU, torch.float32).save_pretrained(folder)
+    monkeypatch.setattr(passes, "CONTEXTS", (9,))
+    monkeypatch.setattr(passes, "CONTEXT", 17)
+    assert passes.cases(CPU, quick=False) == []
+    chosen = passes.cases(CPU, quick=True, model=folder)
+    assert len(passes.cases(CPU, quick=False, model=folder)) == 2 * len(chosen) == 6
+    attaching, computing, first = (case.build() for case in chosen)
+    for call in attaching.calls.values():
+        call()
+    assert all(computing.check(name, call()) <= 1e-6 for name, call in computing.calls.items())
+    with pytest.raises(AssertionError, match="expected the fp64 result"):
+        computing.check("compute, exact", 2 * computing.calls[passes.OWN]())
+    assert all(first.check(name, call()) == 0 for name, call in first.calls.items())
+    with pytest.raises(AssertionError, match="expected the model's own token"):
+        first.check("generate, exact", 1 + first.calls[passes.OWN]())

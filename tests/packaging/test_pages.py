@@ -187,6 +187,12 @@ def test_the_prose_about_static_patches_has_the_committed_numbers() -> None:
     ours, context, neither = (mean[name] for name in ("static patch", "context", "no context"))
     shares = f"{ours} % of few-shot answers right, {context} % with the context, {neither} %"
     assert shares in text
+    chats = text_of("docs/static-results.md").partition("## Chats")[2].partition("## Facts")[0]
+    rows = re.findall(r"^\| (static patch|no context) \|(.*)", chats, re.M)
+    found = {name: [int(x) for x in re.findall(r"\((\d+) %\)", cells)] for name, cells in rows}
+    patched, plain = (found[name] for name in ("static patch", "no context"))
+    shares = f"{min(patched)} to {max(patched)} % of the tokens of a chat's answer, "
+    assert f"{shares}{min(plain)} to {max(plain)} % without its system message" in text
 
 
 def test_an_answer_costs_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
