@@ -92,10 +92,10 @@ chooses otherwise in other batches: that is the row *no context*.
     "cost": """
 ## Cost
 
-Means over all tasks: seconds on the clock, in which other processes ran too, and of the CPU, answers
-to fit on included; *floor*, the CPU seconds of as many forward and backward passes of the whole model
-over such batches, which a fit that computes its first blocks once can stay below; bytes of what is
-stored; *refused*, fits that raise `HarmfulPatchError`.
+Means over all tasks: seconds on the clock, in which other processes ran too, and of the CPU,
+answers to fit on included; *floor*, the CPU seconds of as many forward and backward passes of the
+whole model over such batches, which a fit that computes its first blocks once can stay below; bytes
+of what is stored; *refused*, fits that raise `HarmfulPatchError`.
 """,
 }
 

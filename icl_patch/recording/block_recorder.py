@@ -462,7 +462,7 @@ def write_direction(
 def add_to_writer(
     layer: PatchedLinear, y: Tensor, h: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """``y + u (v·h)`` of a writer with ``v = h / ‖h‖²``, whose input each rank may have a part of."""
+    """``y + u (v·h)`` of a writer whose input each rank may have a part of; ``v = h / ‖h‖²``."""
     if layer.group is None:
         return add_low_rank(y, h, u, v, out_dtype)
     # v·h is 1, and its sum over the ranks would be one more message in every block
