@@ -18,6 +18,7 @@ import torch
 
 import icl_patch
 from icl_patch.bench.harness import Case
+from icl_patch.evaluation.report import markdown
 from icl_patch.ops import native
 from icl_patch.patch.atomic_file import write_atomically
 
@@ -169,12 +170,6 @@ def table(rows: Sequence[Row]) -> list[str]:
         lines.append([case, *(cells.get(name, "") for name in calls), middle_half(row), *found])
     columns, *texts = [[text.replace("|", "\\|") for text in line] for line in lines]
     return markdown(columns, texts).splitlines()
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def cell(row: Row) -> str:

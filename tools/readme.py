@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from icl_patch.bench.results import markdown as _table
 from icl_patch.evaluation.report import format_value, percent, support_markdown
+from icl_patch.evaluation.report import markdown as _table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -105,6 +105,11 @@ def speed() -> str:
     return _table(["a decode step", "batch 1", "batch 4"], rows)
 
 
+def _time(seconds: float, own: float) -> str:
+    """A time, and how many times as long as the model's own it is."""
+    return f"{seconds:.2f} s ({seconds / own:.2f}×)"
+
+
 def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
     """The medians of a pretrained model's cases on the EPYC, by case and call."""
     path = RESULTS / f"{benchmark}-amd-epyc.json"
@@ -141,10 +146,7 @@ def whole_answers() -> str:
     names = next(iter(by_dtype.values()))
     rows = []
     for name in names:
-        cells = [
-            f"{found[name]:.2f} s ({found[name] / found['model.generate']:.2f}×)"
-            for found in by_dtype.values()
-        ]
+        cells = [_time(found[name], found["model.generate"]) for found in by_dtype.values()]
         rows.append([f"`{name}`" if "," not in name else f"`generate`,{name.partition(',')[2]}"])
         rows[-1] += cells
     return _table(["call", *by_dtype], rows)
@@ -159,11 +161,8 @@ def passes() -> str:
     rows = []
     for name, by_dtype in by_name.items():
         for call in next(iter(by_dtype.values())):
-            cells = []
-            for found in by_dtype.values():
-                own = next(iter(found.values()))
-                cells.append(f"{found[call]:.2f} s ({found[call] / own:.2f}×)")
-            rows.append([name, call, *cells])
+            own_first = [(found[call], next(iter(found.values()))) for found in by_dtype.values()]
+            rows.append([name, call, *(_time(*pair) for pair in own_first)])
     return _table(["", "call", *next(iter(by_name.values()))], rows)
 
 

@@ -98,7 +98,7 @@ def measure(folder: str, name: str, split: str) -> dict[str, Any]:
     """One model in one split."""
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={PROCESSES}", __file__, folder, "--rank-of", split]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     record = next(json.loads(x) for x in done.stdout.splitlines() if x.startswith("{"))
     found = {"model": name, "split": split, **record}
     medians = [statistics.median(found["seconds"][x]) for x in ("stable", "own")]

@@ -392,7 +392,7 @@ model: `make sweep` writes this page. Classes that can be encoders or decoders (
 relatives) are built as decoders, with `is_decoder=True`; gemma3n where `timm` is installed.
 
 *Right*: the replay without the context has the logits of the unmodified model with it, in every
-scenario that is not named as refused, ({", ".join(SCENARIOS)}):
+scenario that is not named as refused ({", ".join(SCENARIOS)}):
 direct, stable and exact in fp32 within 10 times the noise floor or {noise_limit(0):.1e} of the
 largest logit, exact in bf16 bit for bit. [model_classes.jsonl](model_classes.jsonl) has all errors.
 Where a class has other logits in a batch or over its cache than for a row alone, a replay is

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from icl_patch import ContextPatcher
 from icl_patch.bench.cases.models import SavedModel, twin
@@ -48,19 +48,8 @@ def comparison(saved: SavedModel, dtype: torch.dtype, device: torch.device) -> C
     system, question = CHATS[0]
     prompt = make_prompt(tokenizer, question, system=system)
     ids = torch.cat(split_ids(tokenizer, prompt), 1).to(device)
-    lengths: Any = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False}
-    mask = torch.ones_like(ids)
     asking = ContextPatcher(twin(model), tokenizer=tokenizer)
-    patch = asking.ask(question=question, system=system, **lengths).patch
-
-    def plain() -> Tensor:
-        generate: Any = model.generate
-        tokens: Tensor = generate(ids, attention_mask=mask, **lengths)[0, -NEW:]
-        return tokens
-
-    def steps(patcher: ContextPatcher, compile: bool) -> Tensor:
-        made = patcher.generate(ids, compile=compile, **lengths)
-        return torch.stack([step.token_ids[0] for step in made])
+    patch = asking.ask(question=question, system=system, **greedy(NEW)).patch
 
     def replayed() -> Tensor:
         logits = asking.forward(patch.kept_ids, patch)[0, -NEW:]
@@ -68,14 +57,42 @@ def comparison(saved: SavedModel, dtype: torch.dtype, device: torch.device) -> C
         logits[:, model.generation_config.eos_token_id] = -torch.inf  # as min_new_tokens does
         return logits.argmax(-1)
 
-    calls: dict[str, Callable[[], Tensor]] = {PLAIN: plain}
+    calls: dict[str, Callable[[], Tensor]] = {PLAIN: lambda: own_tokens(model, ids, NEW)}
     for update in ("exact", "stable"):
         patcher = ContextPatcher(twin(model), update)
         for name, compile in ((update, False), (f"{update}, compiled", True)):
-            calls[f"generate, {name}"] = functools.partial(steps, patcher, compile)
-    calls["ask"] = lambda: asking.ask(question=question, system=system, **lengths).token_ids[0]
+            calls[f"generate, {name}"] = functools.partial(
+                our_tokens, patcher, ids, NEW, compile=compile
+            )
+    calls["ask"] = lambda: asking.ask(question=question, system=system, **greedy(NEW)).token_ids[0]
     calls["forward"] = replayed
-    expected = plain()
+    check = tokens_check(own_tokens(model, ids, NEW), dtype)
+    notes = {"prompt tokens": float(ids.shape[1])}
+    return Comparison(ours=PLAIN, calls=calls, check=check, notes=notes)
+
+
+def greedy(new: int) -> dict[str, Any]:
+    """The arguments of a generation of ``new`` tokens."""
+    return {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
+
+
+def own_tokens(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:
+    """The tokens (new,) of ``model.generate`` after ids (1, C)."""
+    generate: Any = model.generate
+    tokens: Tensor = generate(ids, attention_mask=torch.ones_like(ids), **greedy(new))[0, -new:]
+    return tokens
+
+
+def our_tokens(patcher: ContextPatcher, ids: Tensor, new: int, *, compile: bool = False) -> Tensor:
+    """The same of the patcher's steps."""
+    made = patcher.generate(ids, compile=compile, **greedy(new))
+    return torch.stack([step.token_ids[0] for step in made])
+
+
+def tokens_check(expected: Tensor, dtype: torch.dtype) -> Callable[[str, Any], float]:
+    """A check of tokens: the share that are others than expected. In fp32, and of the first token,
+    another one is an error.
+    """
 
     def check(_name: str, tokens: Any) -> float:
         others = float((tokens != expected).float().mean())
@@ -85,5 +102,4 @@ def comparison(saved: SavedModel, dtype: torch.dtype, device: torch.device) -> C
             )
         return others
 
-    notes = {"prompt tokens": float(ids.shape[1])}
-    return Comparison(ours=PLAIN, calls=calls, check=check, notes=notes)
+    return check

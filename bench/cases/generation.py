@@ -63,6 +63,7 @@ from icl_patch.bench.cases.models import (
     GPU_SHAPES,
     RandomModel,
     SavedModel,
+    random_ids,
     twin,
 )
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
@@ -87,7 +88,7 @@ _NAMES = {
 }
 NAIVE = "W + ΔW built, with a cache"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
-_LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
+LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
 _MOST_ROWS = 8  # of ways that change the weights row by row, and of the slow forms of ours
 _WARM_UP = 5  # calls until our step is traced, compiled and, at the fourth, captured
 
@@ -149,8 +150,7 @@ def comparison(
     """The calls of one case."""
     torch.compiler.reset()  # forget the previous case
     models = models_of(shape, dtype, device)
-    rng = torch.Generator().manual_seed(context)
-    ids = torch.randint(0, min(1000, shape.vocabulary), (batch, context), generator=rng).to(device)
+    ids = random_ids(shape.vocabulary, batch, context, device)
     plan = models.stable.plans.choose()
     assert plan is not None
     mode = plan.mode
@@ -159,7 +159,7 @@ def comparison(
     mixture = any(block.experts for block in models.exact.attached_model.blocks)
     # a patch of a trained model in 16 bits does not survive the rounding of W + ΔW
     dense = not mixture and (isinstance(shape, RandomModel) or dtype == torch.float32)
-    rounded, limit = _LIMITS[dtype]
+    rounded, limit = LIMITS[dtype]
     expected = plain().double()
     _check_effect(expected, bare_step(models.plain, patch), rounded if dense else limit)
     builders = _ours(models, ids, mode, mixture) | {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -96,6 +96,12 @@ class SavedModel:
         model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype)
         built: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         return built
+
+
+def random_ids(vocabulary: int, rows: int, tokens: int, device: torch.device) -> Tensor:
+    """Seeded ids (rows, tokens), of which a vocabulary has at least a thousand or all."""
+    rng = torch.Generator().manual_seed(tokens)
+    return torch.randint(0, min(1000, vocabulary), (rows, tokens), generator=rng).to(device)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -2,8 +2,8 @@
 
 Attaching is compared with one of the model's own passes over 64 tokens, `compute` of 32 tokens with
 a context of 2,048 with the model's own pass over the 2,080, and the first token of `generate` with
-that of `model.generate`. The error is the largest difference of the kept tokens' logits, relative
-to the largest; of a token, whether it is another than the model's.
+that of `model.generate`. The error of a patch is that of its replay: the largest difference of the
+kept tokens' logits, relative to the largest; of a token, whether it is another than the model's.
 """
 
 import functools
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from icl_patch import ContextPatcher
-from icl_patch.bench.cases.models import SavedModel, twin
+from icl_patch import ContextPatch, ContextPatcher
+from icl_patch.bench.cases.answer import our_tokens, own_tokens, tokens_check
+from icl_patch.bench.cases.generation import LIMITS
+from icl_patch.bench.cases.models import SavedModel, random_ids, twin
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.timing import InTurn
 
@@ -24,7 +26,6 @@ CONTEXT, KEPT = 2048, 32
 CONTEXTS = (256, 2048, 8000)  # of the first token
 UPDATES = ("exact", "stable")
 OWN = "the model's own pass"
-_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 _TWINS = 20  # more than an attaching is timed: the second on one model remembers the first
 
 
@@ -33,12 +34,12 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
     if model is None:
         return []
     saved = SavedModel.of(model)
-    made: list[tuple[str, Callable[[PreTrainedModel, Callable[[int], Tensor]], Comparison]]]
-    made = [("attaching", attaching), (f"{KEPT} tokens after {CONTEXT}", computing)]
-    made += [
-        (f"the first token after {context}", functools.partial(first_token, context))
-        for context in CONTEXTS
-    ]
+    made: dict[str, Callable[[PreTrainedModel], Comparison]] = {
+        "attaching": attaching,
+        f"{KEPT} tokens after {CONTEXT}": computing,
+    }
+    for context in CONTEXTS:
+        made[f"the first token after {context}"] = functools.partial(first_token, context)
     return [
         Case(
             f"{saved.name} {dtype_name(dtype)} {name}",
@@ -46,7 +47,7 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
             {"model": saved.name, "dtype": dtype_name(dtype)},
         )
         for dtype in (torch.float32, torch.bfloat16)[: 1 if quick else 2]
-        for name, comparison in made
+        for name, comparison in made.items()
     ]
 
 
@@ -55,18 +56,19 @@ def _build(
     saved: SavedModel,
     dtype: torch.dtype,
     device: torch.device,
-    comparison: Callable[[PreTrainedModel, Callable[[int], Tensor]], Comparison],
+    comparison: Callable[[PreTrainedModel], Comparison],
 ) -> Comparison:
-    def tokens(count: int) -> Tensor:
-        rng = torch.Generator().manual_seed(count)
-        return torch.randint(0, min(1000, saved.vocabulary), (1, count), generator=rng).to(device)
-
-    return comparison(saved.build(device, dtype), tokens)
+    return comparison(saved.build(device, dtype))
 
 
-def attaching(model: PreTrainedModel, tokens: Callable[[int], Tensor]) -> Comparison:
-    """The first and every further ``ContextPatcher(model)``."""
-    ids = tokens(CHECKED)
+def _tokens(model: PreTrainedModel, count: int) -> Tensor:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return random_ids(vocabulary, 1, count, model.device)
+
+
+def attaching(model: PreTrainedModel) -> Comparison:
+    """The first and every further ``ContextPatcher(model)``; each refuses what it finds wrong."""
+    ids = _tokens(model, CHECKED)
 
     def attach(update: str, other: PreTrainedModel) -> None:
         ContextPatcher(other, update).detach()
@@ -79,55 +81,37 @@ def attaching(model: PreTrainedModel, tokens: Callable[[int], Tensor]) -> Compar
     return Comparison(ours=OWN, calls=calls, check=lambda name, result: None)
 
 
-def computing(model: PreTrainedModel, tokens: Callable[[int], Tensor]) -> Comparison:
-    """``compute`` of the kept tokens; each call gives their logits (1, 32, vocabulary)."""
-    ids = tokens(CONTEXT + KEPT)
+def computing(model: PreTrainedModel) -> Comparison:
+    """The model's logits (1, 32, V) of the kept tokens, and ``compute`` of their patch."""
+    ids = _tokens(model, CONTEXT + KEPT)
     context, kept = ids[:, :CONTEXT], ids[:, CONTEXT:]
 
     def own() -> Tensor:
         logits: Tensor = model(ids, use_cache=False, logits_to_keep=KEPT).logits
         return logits
 
-    def compute(patcher: ContextPatcher) -> Tensor:
-        logits = patcher.compute(context, kept).logits
-        assert logits is not None
-        return logits
-
-    patchers = {update: ContextPatcher(twin(model), update) for update in UPDATES}
+    patchers = {f"compute, {name}": ContextPatcher(twin(model), name) for name in UPDATES}
     calls: dict[str, Callable[[], Any]] = {OWN: own}
-    calls |= {f"compute, {name}": functools.partial(compute, x) for name, x in patchers.items()}
+    calls |= {
+        name: functools.partial(patcher.compute, context, kept)
+        for name, patcher in patchers.items()
+    }
     expected = own().double()
-    return Comparison(
-        ours=OWN,
-        calls=calls,
-        check=lambda name, logits: relative_error(logits, expected, _LIMITS[model.dtype]),
-    )
+
+    def check(name: str, result: Tensor | ContextPatch) -> float:
+        if isinstance(result, ContextPatch):
+            result = patchers[name].forward(kept, result)
+        return relative_error(result, expected, LIMITS[model.dtype][1])
+
+    return Comparison(ours=OWN, calls=calls, check=check)
 
 
-def first_token(length: int, model: PreTrainedModel, tokens: Callable[[int], Tensor]) -> Comparison:
+def first_token(length: int, model: PreTrainedModel) -> Comparison:
     """The first token of a generation; each call gives it (1,)."""
-    ids = tokens(length)
-    greedy: Any = {"max_new_tokens": 1, "do_sample": False}
-
-    def own() -> Tensor:
-        generate: Any = model.generate
-        token: Tensor = generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0, -1:]
-        return token
-
-    def step(patcher: ContextPatcher) -> Tensor:
-        return next(iter(patcher.generate(ids, **greedy))).token_ids[0]
-
-    patchers = {update: ContextPatcher(twin(model), update) for update in UPDATES}
-    calls: dict[str, Callable[[], Any]] = {OWN: own}
-    calls |= {f"generate, {name}": functools.partial(step, x) for name, x in patchers.items()}
-    expected = own()
-
-    def check(_name: str, token: Any) -> float:
-        other = bool((token != expected).any())
-        if other and model.dtype == torch.float32:
-            raise AssertionError(
-                f"expected the model's own token {expected.tolist()}, got {token.tolist()}"
-            )
-        return float(other)
-
+    ids = _tokens(model, length)
+    calls: dict[str, Callable[[], Any]] = {OWN: lambda: own_tokens(model, ids, 1)}
+    for update in UPDATES:
+        patcher = ContextPatcher(twin(model), update)
+        calls[f"generate, {update}"] = functools.partial(our_tokens, patcher, ids, 1)
+    check = tokens_check(own_tokens(model, ids, 1), model.dtype)
     return Comparison(ours=OWN, calls=calls, check=check)

@@ -12,8 +12,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation.figures import visible
+from icl_patch.evaluation.report import markdown as table
 from icl_patch.evaluation.report import percent
 
 TITLES = {

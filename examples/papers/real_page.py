@@ -9,8 +9,8 @@ from goldwaser_experiments import LAZY
 from goldwaser_pictures import DTYPES, PAPER
 from real_fidelity import KEPT, NOISE, RUNS
 
-from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation.report import format_value, percent
+from icl_patch.evaluation.report import markdown as table
 
 NOTES = Path(__file__).with_name("real_model_notes.md")
 PAGE = "real-model.md"

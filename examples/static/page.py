@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 
-from icl_patch.bench.results import markdown as table
+from icl_patch.evaluation.report import markdown as table
 
 matplotlib.use("Agg")
 

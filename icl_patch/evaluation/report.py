@@ -214,21 +214,26 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[ReportTable]:
 
 def support_markdown() -> str:
     """The families by their blocks' last operation, then the refused ones, as a Markdown table."""
-    rows = ["| the block ends in | families | refused because |", "|---|---|---|"]
+    rows = []
     for writer, ends in _ENDS.items():
         names = ", ".join(
             name for name, model in tiny_models.SUPPORTED.items() if model.writer == writer
         )
-        rows.append(f"| {ends} | {names} | |")
-    rows += [f"| | {name} | {model.note} |" for name, model in tiny_models.REFUSED.items()]
-    return "\n".join(rows)
+        rows.append([ends, names, ""])
+    rows += [["", name, model.note] for name, model in tiny_models.REFUSED.items()]
+    return markdown(["the block ends in", "families", "refused because"], rows)
 
 
 def to_markdown(table: ReportTable) -> str:
     """A table as Markdown, under its title."""
-    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
-    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return f"## {table.title}\n\n{lines}" + (f"\n{table.note}\n" if table.note else "")
+    lines = markdown(table.columns, table.rows)
+    return f"## {table.title}\n\n{lines}\n" + (f"\n{table.note}\n" if table.note else "")
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; a ``|`` in a cell has to be escaped."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

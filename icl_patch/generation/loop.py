@@ -323,7 +323,8 @@ def _loop(
             check_length(model, int(mask.sum(1).max()), capacity - ids.shape[1])
             if compilers.cuda_graph and not ids.is_cuda:
                 raise ValueError(
-                    f"expected a CUDA device with compile='cuda_graph', got {ids.device}"
+                    "expected a CUDA device with compile='cuda_graph' or 'inductor+cuda_graph',"
+                    f" got {ids.device}"
                 )
             if compilers:
                 check_compilable(attached, compilers)

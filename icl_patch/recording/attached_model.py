@@ -71,12 +71,13 @@ class _Known:
     """What attaching found of a model.
 
     state: of its modules, settings and weights then. block_specs: as of :class:`AttachedModel`.
-    weights: watched since.
+    weights: watched since. takes_padding: what was found since, by the hooks.
     """
 
     state: tuple[Any, ...]
     block_specs: tuple[Block, ...]
     weights: WatchedWeights
+    takes_padding: dict[HookIds, bool]
 
 
 _known: "weakref.WeakKeyDictionary[PreTrainedModel, _Known]" = weakref.WeakKeyDictionary()
@@ -207,7 +208,7 @@ class AttachedModel:
             self.ranks.agree(versions() | self._facts())
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         if known is not None:
-            self.weights = known.weights
+            self.weights, self._takes_padding = known.weights, known.takes_padding
             self._set_specs(known.block_specs, False)
             self._swap_blocks()
             return
@@ -218,7 +219,7 @@ class AttachedModel:
         check.run(self)
         self._set_specs([block.block for block in self.blocks], True)
         if state is not None:
-            _known[self.model] = _Known(state, self.block_specs, self.weights)
+            _known[self.model] = _Known(state, self.block_specs, self.weights, self._takes_padding)
 
     def _set_specs(self, blocks: Sequence[Block], own: bool) -> None:
         """Take the specs of all blocks, or of this rank's ``own``."""

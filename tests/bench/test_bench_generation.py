@@ -5,6 +5,7 @@ import functools
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,11 @@ def test_passes_before_a_step_are_those_of_the_model(
         call()
     assert all(computing.check(name, call()) <= 1e-6 for name, call in computing.calls.items())
     with pytest.raises(AssertionError, match="expected the fp64 result"):
-        computing.check("compute, exact", 2 * computing.calls[passes.OWN]())
+        computing.check(passes.OWN, 2 * computing.calls[passes.OWN]())
+    patch = computing.calls["compute, exact"]()
+    wrong = [{name: -x if name[-2:] == ".u" else x for name, x in y.items()} for y in patch.layers]
+    with pytest.raises(AssertionError, match="expected the fp64 result"):
+        computing.check("compute, exact", replace(patch, layers=tuple(wrong)))
     assert all(first.check(name, call()) == 0 for name, call in first.calls.items())
     with pytest.raises(AssertionError, match="expected the model's own token"):
         first.check("generate, exact", 1 + first.calls[passes.OWN]())
