@@ -284,11 +284,15 @@ class Odd(GPT2LMHeadModel):
         )
 
 
-def test_other_positions_are_refused() -> None:
+@pytest.mark.parametrize("scale", [1.0, 1e-4])  # of the positions' part: 1e-4 is near rounding
+def test_other_positions_are_refused(scale: float) -> None:
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     message = (
         "expected Odd to number its tokens one by one from 0, but without position_ids its logits"
         " are others"
     )
+    model = randomised(Odd, config)
+    with torch.no_grad():
+        model.transformer.wpe.weight *= scale
     with pytest.raises(UnsupportedModelError, match=message):
-        ContextPatcher(randomised(Odd, config))
+        ContextPatcher(model)
