@@ -369,7 +369,6 @@ class ContextPatcher:
         streamer: BaseStreamer | None = None,
         mode: str = "auto",
         compile: bool | str = False,
-        arithmetic: str | None = None,
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
         """Generate with weights that are patched anew for every token, which then runs alone.
@@ -409,8 +408,6 @@ class ContextPatcher:
                 modes of one pass, so not for models with forward hooks. A compiled exact step has
                 the bits of its replay; its attention runs over a static cache, so its logits are
                 those of the eager step up to rounding.
-            arithmetic: deprecated. ``"model"`` asks for ``mode="two_pass"``, ``"batch_invariant"``
-                for ``mode="shared_cache"``.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
                 further inputs of the model …
@@ -418,8 +415,8 @@ class ContextPatcher:
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
             token. It may be abandoned at any time. Between two steps it holds no lock, and other
-            threads may use the patcher. Exact steps are replayed: the first one, and then as many
-            as take at most 2 % of the time.
+            threads may use the patcher. Of exact steps the first one and every 64th after it are
+            replayed.
 
         Raises:
             UnsupportedModelError: ``mode`` or ``compile`` does not cover this model, or its forward
@@ -428,7 +425,6 @@ class ContextPatcher:
                 than the model has positions for.
         """
         self.attached_model.attachment.check_outside()
-        mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
         compilers = CompileOptions.of(compile)
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
@@ -498,7 +494,6 @@ class ContextPatcher:
         streamer: BaseStreamer | None = None,
         mode: str = "auto",
         compile: bool | str = False,
-        arithmetic: str | None = None,
     ) -> Callable[..., Any]:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
         custom_generate=this)``.
@@ -507,5 +502,4 @@ class ContextPatcher:
         to a decoding method, so it is an argument here; the other arguments are as for
         :meth:`generate`.
         """
-        mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
         return loop.decoding_method(self.plans, streamer, mode, CompileOptions.of(compile))

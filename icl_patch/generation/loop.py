@@ -6,7 +6,6 @@ processors, stopping criteria and streamers. The loop is an iterator of steps
 ``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -31,11 +30,8 @@ from icl_patch.generation.compiled_step import (
     check_compilable,
     use_compiled_step,
 )
-from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.plans import StepPlans
-from icl_patch.generation.replay_checks import ReplayChecks
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.models.forward import (
     MediaPositions,
     check_last_type,
@@ -46,12 +42,8 @@ from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
-_MODES_OF_ARITHMETIC = {
-    "auto": "auto",
-    MODEL: DecodeMode.TWO_PASS.value,
-    BATCH_INVARIANT: DecodeMode.SHARED_CACHE.value,
-}
 DEFAULT_NEW_TOKENS = 64
+REPLAY_EVERY = 64  # the first exact step is replayed, and then every 64th: less than 2 % of the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,28 +75,6 @@ class GenerationStep:
         exact.
         """
         return self._make_patch()
-
-
-def mode_of(mode: str, arithmetic: str | None, update: str) -> str:
-    """The mode that ``arithmetic``, an option of earlier versions, asks for; warns of it."""
-    if arithmetic is None:
-        return mode
-    if arithmetic not in _MODES_OF_ARITHMETIC:
-        expected = ", ".join(map(repr, _MODES_OF_ARITHMETIC))
-        raise ValueError(f"expected arithmetic {expected}, got {arithmetic!r}")
-    if update != "exact" and arithmetic == BATCH_INVARIANT:
-        raise ValueError(f"expected update 'exact' with arithmetic {arithmetic!r}, got {update!r}")
-    wanted = _MODES_OF_ARITHMETIC[arithmetic] if update == "exact" else "auto"
-    warnings.warn(
-        f"arithmetic={arithmetic!r} is deprecated: say mode={wanted!r}",
-        FutureWarning,
-        stacklevel=3,
-    )
-    if mode == "auto":
-        return wanted
-    if wanted not in ("auto", mode):
-        raise ValueError(f"expected mode {wanted!r} with arithmetic {arithmetic!r}, got {mode!r}")
-    return mode
 
 
 # Arguments that transformers' generate adds to the model's inputs.
@@ -310,14 +280,13 @@ def _loop(
     decoding method; it yields None when it is ready for the first step.
     """
     attached, config, token_ids = plans.attached, generation_config, ids[:, -1]
-    checks = ReplayChecks(attached.update == "exact")
     ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     live = torch.ones_like(token_ids, dtype=torch.bool)
     all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
     release = None
     try:
         mask, media, model_inputs = _checked(model, ids, config, model_kwargs)
-        with attached.attachment.one_pass(), checks.timed():
+        with attached.attachment.one_pass():
             attached.agree("the prompt", (ids, mask), options=(mode, compilers))
             capacity = max(int(config.max_length), ids.shape[1] + 1)
             check_length(model, int(mask.sum(1).max()), capacity - ids.shape[1])
@@ -342,9 +311,11 @@ def _loop(
                 release = use_compiled_step(plans, state, compilers)
         yield None
         while live.any():
-            with checks.timed():
-                result = decode_one_token(state, token_ids)
-                checks.after(state, result)
+            result = decode_one_token(state, token_ids)
+            if attached.update == "exact" and state.steps % REPLAY_EVERY == 1:
+                replayed = attached.replay_logits(result.make_patch())[:, -1:]
+                name, logits = f"step {state.steps} of this generation", result.logits.unsqueeze(1)
+                attached.warn_unless_exact(name, replayed, logits, state.live)
             so_far = state.tokens
             scores = logits_processor(so_far, result.logits.to(torch.float32, copy=True))
             chosen = (

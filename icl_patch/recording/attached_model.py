@@ -404,21 +404,7 @@ class AttachedModel:
         patch, activations = computation.patch, computation.activations
         assert patch.report is not None and patch.logits is not None
         logits, misses = replay_compared(self, patch, [block.output for block in activations])
-        same = (logits == patch.logits) | (logits.isnan() & patch.logits.isnan())
-        if bool((wrong := ~same.all(-1) & patch.kept_mask).any()):
-            error = error_of(logits, patch.logits, wrong)
-            row, token = wrong.nonzero()[0].tolist()
-            off = misses[:, row, token].nonzero().flatten().tolist()
-            where = self.block_specs[off[0]].path if off else "the head"
-            warnings.warn(
-                f"this exact patch is not exact: at {int(wrong.sum())} of"
-                f" {int(patch.kept_mask.sum())} tokens its replay has other logits than the model"
-                f" with its context, by up to {error:.1g} of the largest one; the first is row"
-                f" {row}, kept token {token}, from {where} on (see patch.report.misses)."
-                f" {self.advice_on(error)}",
-                ExactnessWarning,
-                stacklevel=2,
-            )
+        self.warn_unless_exact("this exact patch", logits, patch.logits, patch.kept_mask)
         return replace(patch, report=replace(patch.report, misses=misses))
 
     @one_pass
@@ -497,11 +483,29 @@ class AttachedModel:
             raise wrong_patch(hooked, error)
         return replace(computation, patch=patch)
 
-    def advice_on(self, error: float) -> str:
-        """What to do with an exact patch with an error, relative to the largest logit."""
+    def warn_unless_exact(
+        self, name: str, replayed: Tensor, expected: Tensor, valid: Tensor
+    ) -> None:
+        """Give a warning if the replay of an exact patch has other logits (B, T, V) than the run
+        with the context at some valid (B, T) token.
+        """
+        same = (replayed == expected) | (replayed.isnan() & expected.isnan())
+        wrong = ~same.all(-1) & valid
+        if not wrong.any():
+            return
+        error = error_of(replayed, expected, wrong)
+        advice = "Take it as right up to rounding, or load the model in a dtype of a wider range"
         if error > rounding_limit(self.model.dtype):
-            return "This is more than rounding: do not use it, and report the model"
-        return "Take it as right up to rounding, or load the model in a dtype of a wider range"
+            advice = "This is more than rounding: do not use it, and report the model"
+        row, token = wrong.nonzero()[0].tolist()
+        warnings.warn(
+            f"{name} is not exact: at {int(wrong.sum())} of {int(valid.sum())} tokens its replay"
+            " has other logits than the model with its context, by up to"
+            f" {error:.1g} of the largest one; the first is row {row}, kept token {token} (see"
+            f" patch.report.misses). {advice}",
+            ExactnessWarning,
+            stacklevel=2,
+        )
 
     @property
     def _replay_limit(self) -> float:

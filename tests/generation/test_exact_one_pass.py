@@ -200,24 +200,6 @@ def test_where_it_does_not_go() -> None:
         assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
 
 
-def test_the_arithmetic_of_earlier_versions_is_a_mode() -> None:
-    model = build("llama")
-    with ContextPatcher(model) as patcher:
-        for arithmetic, mode in (("model", "two_pass"), ("batch_invariant", "shared_cache")):
-            with pytest.warns(FutureWarning, match=f"say mode='{mode}'"):
-                (step,) = steps_of(patcher, 1, arithmetic=arithmetic)
-            assert step.mode == mode
-        with pytest.raises(ValueError, match="expected arithmetic 'auto', 'model', 'batch_inv"):
-            steps_of(patcher, arithmetic="exact")
-        with pytest.warns(FutureWarning), pytest.raises(ValueError, match="got 'two_pass'"):
-            steps_of(patcher, mode="two_pass", arithmetic="batch_invariant")
-    with (
-        ContextPatcher(model, "stable") as patcher,
-        pytest.raises(ValueError, match="expected update 'exact' with arithmetic"),
-    ):
-        steps_of(patcher, arithmetic="batch_invariant")
-
-
 def test_autocast_changes_neither_steps_nor_replays() -> None:
     with ContextPatcher(build("llama")) as patcher:
         expected = list(steps_of(patcher, 3))
