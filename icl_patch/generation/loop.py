@@ -43,7 +43,9 @@ from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
 DEFAULT_NEW_TOKENS = 64
-REPLAY_EVERY = 64  # the first exact step is replayed, and then every 64th: less than 2 % of the time
+REPLAY_EVERY = (
+    64  # the first exact step is replayed, and then every 64th: less than 2 % of the time
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 blocks behave as their specs say.
 """
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -15,18 +15,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
-from icl_patch.layers.experts import experts_class
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block
 from icl_patch.models.forward import call, counts_slots, takes_positions
 from icl_patch.models.language_model import random_tokens, text_config
-from icl_patch.models.model_checks import above_range, below_range
 from icl_patch.models.pipeline import stage_of
 from icl_patch.models.positions import first_position
-from icl_patch.models.ranks import ranks_of
-from icl_patch.models.trace import first_tensor
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
@@ -36,7 +32,6 @@ from icl_patch.recording.passes import (
     observe,
     prefix_cache,
     replay_logits,
-    run_kept,
 )
 from icl_patch.recording.sequences import assemble
 from icl_patch.tolerances import rounding_limit
@@ -114,8 +109,8 @@ class SelfCheck:
     second time with the context hidden from the kept tokens by the mask; a recurrent model has no
     mask for its states and gets no such rows. Checked is that
 
-    - the model numbers its tokens as they are numbered here (the first call leaves this to it),
-    - swapped modules that are off change no bit,
+    - the model numbers its tokens as they are numbered here (the first call leaves this to it), and
+      swapped modules that are off change no bit,
     - kept tokens alone, after a cache of the prefix, attend to the same tokens as behind that mask,
     - the correction of an exact patch is no larger than rounding explains: a missed reader, a
       misread residual stream or a misread scale makes it larger,
@@ -135,7 +130,7 @@ class SelfCheck:
         ids = ids.repeat(1 if recurrent else 2, 1)
         self._sequences = assemble(ids[:, 1:3], ids[:, 3:], prefix_ids=ids[:, :1])
         self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
-        self._expected = ids.new_empty(0)
+        self._windows: set[int | None] = set()  # the sizes of windows in the masks
 
     def blocks(self) -> list[Block]:
         """The model's blocks, from the first of the forwards; see
@@ -143,18 +138,16 @@ class SelfCheck:
         """
 
         def forward() -> None:
-            self._expected, *_ = self._forward(None)
+            self._expected, _ = self._forward(None)
 
         return blocks_of(self._model, forward)
 
-    def _forward(
-        self, positions: Tensor | None, *, split: bool = False
-    ) -> tuple[Tensor, Cache, set[int | None]]:
+    def _forward(self, positions: Tensor | None, *, split: bool = False) -> tuple[Tensor, Cache]:
         """All tokens in one call, or ``split`` before the kept ones: the logits of these (B, T, V),
-        the cache, and the sizes of windows in the masks.
+        and the cache.
         """
         tokens, cache, kept = self._sequences, kv_cache.new_cache(self._model), self._kept
-        visible, windows = self._live | ~tokens.absorbed, set[int | None]()
+        visible = self._live | ~tokens.absorbed
         for part in (slice(0, -kept), slice(-kept, None)) if split else (slice(0, None),):
             logits = forward_passes.run(
                 self._model,
@@ -162,79 +155,44 @@ class SelfCheck:
                 tokens.mask[:, : part.stop],
                 None if positions is None else positions[:, part],
                 cache,
-                Visibility(visible[:, : part.stop], windows=windows),
+                Visibility(visible[:, : part.stop], windows=self._windows),
                 longest=tokens.longest,
                 last_logits=kept,
             )
-        return logits, cache, windows
-
-    @contextmanager
-    def _head_inputs(self) -> Iterator[list[Tensor]]:
-        """Within this context what the head reads of the kept tokens is appended to the list, on
-        the rank that has the head.
-        """
-        read: list[Tensor] = []
-
-        def before(_module: Any, args: Any, kwargs: Any) -> None:
-            x = first_tensor((*args, kwargs))
-            assert x is not None
-            read.append(x[:, -self._kept :].clone())
-
-        head = self._model.get_output_embeddings()
-        with head.register_forward_pre_hook(before, with_kwargs=True):
-            yield read
+        return logits, cache
 
     @torch.no_grad()
     def run(self, attached: HasBlocks) -> None:
         """Raises UnsupportedModelError if the model does not behave as its block specs say."""
         blocks, ranks, positions = attached.blocks, attached.ranks, self._sequences.positions
-        patch = attached.empty_patch(self._sequences, passes=2)
-        with observe(blocks) as activations, self._head_inputs() as read:
-            logits, cache, windows = self._forward(positions)
+        with observe(blocks) as activations:
+            logits, cache = self._forward(positions)
         if not _same(logits, self._expected):
-            self._check_positions(logits)
+            raise UnsupportedModelError(
+                f"expected {self._name} to number its tokens one by one from"
+                f" {first_position(self._model)}, but without position_ids its logits are others:"
+                " it numbers them in another way, or changes when its modules are swapped"
+            )
         ranks.shared(lambda: self._check_blocks(blocks, activations))
         sliding = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
-        if sliding and not self._recurrent and windows <= {None}:
+        if sliding and not self._recurrent and self._windows <= {None}:
             raise UnsupportedModelError(
                 f"{self._name} keeps its window by dropping tokens from its cache, not by its mask"
             )
-        patch = replace(patch, logits=logits)
+        patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
         prefix = self._prefix(patch, cache)
         numbers = {block.spec.residual_multiplier for block in blocks}
         if measured := ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
             ranks.shared(lambda: measure_multipliers(attached))
-        if self._reason(attached, activations, patch, prefix, read) is None:
+        if self._reason(attached, activations, patch, prefix) is None:
             return
         if not measured:
             ranks.shared(lambda: measure_multipliers(attached))
-        with observe(blocks) as activations, self._head_inputs() as read:
-            logits, *_ = self._forward(positions, split=True)
+        with observe(blocks) as activations:
+            logits, _ = self._forward(positions, split=True)
         patch = replace(patch, logits=logits)
-        reason = self._reason(attached, activations[-len(blocks) :], patch, prefix, read)
-        if reason is not None:
+        if reason := self._reason(attached, activations[-len(blocks) :], patch, prefix):
             raise UnsupportedModelError(reason)
-
-    def _check_positions(self, logits: Tensor) -> None:
-        """Raises UnsupportedModelError for logits that differ from those before the modules were
-        swapped, unless rounding explains it.
-        """
-        own, *_ = self._forward(None)
-        if not _same(own, self._expected):
-            raise UnsupportedModelError(
-                f"{self._name} does not compute the same with its modules swapped and off"
-            )
-        # the rows that an expert gets, and so the rounding of its products, depend on all rows
-        experts = ranks_of(self._model).any(
-            any(weight.dim() == 3 for weight in self._model.parameters())
-            or any(experts_class(module) for module in self._model.modules())
-        )
-        if not (experts and _near(logits, own)):
-            first = first_position(self._model)
-            raise UnsupportedModelError(
-                f"expected {self._name} to number its tokens one by one from {first}, "
-                "but without position_ids its logits are others: it numbers them in another way"
-            )
 
     def _check_blocks(
         self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
@@ -247,9 +205,6 @@ class SelfCheck:
                 raise UnsupportedModelError(
                     f"{block.block.path} does not have its residual stream where it was found"
                 )
-            reason = above_range(block.block.path, activations.output, self._model.dtype)
-            if reason is not None:
-                raise UnsupportedModelError(reason)
 
     @staticmethod
     def _check_readers(block: AttachedBlock, called: Container[str]) -> None:
@@ -262,14 +217,15 @@ class SelfCheck:
     def _prefix(self, patch: ContextPatch, cache: Cache) -> Cache:
         """A cache of the prefix, from that of all tokens if it can be cut."""
         width = patch.prefix_ids.shape[1]
-        if type(cache) is not DynamicCache:
-            return prefix_cache(self._model, patch)
-        for layer in cache.layers:
-            whole = type(layer) is DynamicSlidingWindowLayer and (
-                layer.cumulative_length < layer.sliding_window
+        if type(cache) is not DynamicCache or not all(
+            type(layer) is DynamicLayer
+            or (
+                type(layer) is DynamicSlidingWindowLayer
+                and layer.cumulative_length < layer.sliding_window
             )
-            if not (type(layer) is DynamicLayer or whole):
-                return prefix_cache(self._model, patch)
+            for layer in cache.layers
+        ):
+            return prefix_cache(self._model, patch)
         cache.crop(width - self._sequences.ids.shape[1])
         if count := empty_slots(self._model, patch):
             kv_cache.append_empty(cache, width, count)
@@ -281,52 +237,43 @@ class SelfCheck:
         activations: list[BlockActivations],
         patch: ContextPatch,
         prefix: Cache,
-        read: list[Tensor],
     ) -> str | None:
         """Why a patch of the rows that see their context is wrong; None if it is right."""
         rows, dtype = self._live.squeeze(1), self._model.dtype
-        assert patch.logits is not None
         of_kept = [block.part(slice(-self._kept, None)) for block in activations]
         try:
             computation = close_on(attached, of_kept, patch, "exact", self._live, deepcopy(prefix))
         except ControllabilityError:
-            # weights of zero have no patch for these tokens; the user's tokens raise this again
-            alone = run_kept(self._model, patch, deepcopy(prefix))
-            return self._hidden_reason(alone, patch.logits) if not rows.all() else None
+            return None  # weights of zero have no patch; the user's tokens raise this again
         patch, report = computation.patch, computation.patch.report
         assert report is not None and patch.logits is not None
         for place, block in zip(attached.places, attached.blocks, strict=True):
             self._check_readers(block, {name.removesuffix(".u") for name in patch.layers[place]})
         small = report.correction.amax((1, 2)) <= rounding_limit(dtype)
         if not small.all():
-            place = int((~small).nonzero()[0])
-            path = attached.block_specs[place].path
-            below = self._below_range(attached.blocks[place]) if attached.ranks.size == 1 else None
-            return below or f"{path} has inputs or parameters that its form does not know"
-        if not rows.all():
-            reason = self._hidden_reason(computation.reduced_logits, patch.logits)
-            if reason is not None:
-                return reason
-        with self._head_inputs() as read_again:
-            replayed = replay_logits(attached, patch, deepcopy(prefix))
-        if report.misses.any() or (attached.ranks.size > 1 and stage_of(self._model) is None):
-            # sums of several ranks may be taken in another order
-            right = _near(replayed[rows], patch.logits[rows])
-        elif read or attached.ranks.size > 1:
-            pairs = zip(read[-1:], read_again[-1:], strict=True)
-            right = all(x.shape == y.shape and _same(x[rows], y[rows]) for x, y in pairs)
-        else:
-            right = _same(replayed[rows], patch.logits[rows])
-        if not attached.ranks.any(not right):
-            return None
-        return f"{self._name} has blocks that hand on more of their context than their sum"
+            path = attached.block_specs[int((~small).nonzero()[0])].path
+            return (
+                f"{path} has inputs or parameters that its form does not know, or outputs that are"
+                f" too small for {dtype}: torch.bfloat16 and torch.float32 have a wider range"
+            )
+        if not rows.all() and (
+            reason := self._hidden_reason(computation.reduced_logits, patch.logits)
+        ):
+            return reason
+        replayed = replay_logits(attached, patch, deepcopy(prefix))[rows]
+        # sums of several ranks may be taken in another order
+        split_sums = attached.ranks.size > 1 and stage_of(self._model) is None
+        compare = _near if report.misses.any() or split_sums else _same
+        if attached.ranks.any(not compare(replayed, patch.logits[rows])):
+            return f"{self._name} has blocks that hand on more of their context than their sum"
+        return None
 
     def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
         """Why kept tokens alone are others than with the context hidden, None if they are not."""
         hidden, limit = ~self._live.squeeze(1), 1.0
         if not takes_positions(self._model):
             # it may count its cache instead; the error can be as small as that of bf16
-            split, *_ = self._forward(self._sequences.positions, split=True)
+            split, _ = self._forward(self._sequences.positions, split=True)
             noise = _error(split[~hidden], logits[~hidden])
             limit = max(4 * noise, 8 * torch.finfo(logits.dtype).eps)
         pairs = zip(alone[hidden].flatten(0, 1), logits[hidden].flatten(0, 1), strict=True)
@@ -340,20 +287,6 @@ class SelfCheck:
             " the context masked: its attention does not take the mask, or it has positions"
             " that the tokens alone cannot be given"
         )
-
-    def _below_range(self, block: AttachedBlock) -> str | None:
-        """The refusal of a block whose MLP writes numbers that are too small for its dtype."""
-        name = block.spec.down or block.spec.experts or ""
-        outputs: list[Tensor] = []
-
-        def keep(_module: Any, _args: Any, out: Any) -> None:
-            tensor = first_tensor(out)
-            assert tensor is not None
-            outputs.append(tensor.flatten(0, -2))
-
-        with block.module.get_submodule(name).register_forward_hook(keep):
-            self._forward(self._sequences.positions)
-        return below_range(block.block.path_of(name), torch.cat(outputs), self._model.dtype)
 
 
 @torch.no_grad()

@@ -112,8 +112,8 @@ def test_weights_and_ids_without_values_are_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "factor", "message"),
     [
-        ("gemma2", 2.0**-20, "below its smallest normal number 6.1e-05"),
-        ("llama", 2.0**16, r"above its largest number 6.6e\+04"),
+        ("gemma2", 2.0**-20, "outputs that are too small for torch.float16: torch.bfloat16"),
+        ("llama", 2.0**16, r"mlp\.down_proj has .*float16 cannot hold: .*6.6e\+04. .* torch.bfloat16"),
     ],
 )
 def test_an_mlp_beyond_the_range_of_fp16_is_refused_with_a_cure(
@@ -122,10 +122,7 @@ def test_an_mlp_beyond_the_range_of_fp16_is_refused_with_a_cure(
     model = tiny_models.build(family, 0, torch.float16)
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.data *= factor
-    with pytest.raises(
-        UnsupportedModelError,
-        match=rf"layers\.0\.mlp\.down_proj has .*float16 cannot hold: .*{message}.* torch.bfloat16",
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.0.*{message}"):
         ContextPatcher(model)
     ContextPatcher(model.bfloat16()).detach()
 
