@@ -66,8 +66,7 @@ class ContextPatcher:
     Raises:
         UnsupportedModelError: the model has blocks of an unknown form, or fails the self-check.
         TypeError: ``tokenizer`` is not a tokenizer.
-        ValueError: ``update`` is unknown, or the model is attached already, or it is training with
-            dropout or gradient checkpointing.
+        ValueError: ``update`` is unknown, or the model is attached already, or it is training.
 
     Source: Goldwaser et al. (2025), Theorem 2 and Algorithm 1.
     """

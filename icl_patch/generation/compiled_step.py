@@ -85,10 +85,11 @@ class CompiledStep:
                 slot=slot,
                 length=0,
             )
-            step = replace(state.run, inputs=self.inputs)
-            self.run: RunStep = step
-            if options.inductor:
-                self.run = TracedStep(step.for_compiler())
+            plan = state.run.plan
+            # an exact step stays as it is: it has to have the bits of its replay
+            written = options.inductor and not plan.exact
+            step = DecodeStep(plan, self.inputs, state.run.batch, for_inductor=written)
+            self.run: RunStep = TracedStep(step) if options.inductor else step
             if options.cuda_graph:
                 self.run = CapturedStep(self.run, current.device)
 
@@ -105,9 +106,9 @@ class CompiledStep:
 
 
 class CapturedStep:
-    """A step as a CUDA graph. A few ordinary calls first create everything that is created at first
-    use; then the step is captured, and later calls launch the graph. Its tensors are the same at
-    every call.
+    """A step as a CUDA graph, captured at its first call after a few ordinary ones of the same
+    token, which create everything that is created at first use. Its tensors are the same at every
+    call.
     """
 
     _WARM_UP = 3
@@ -115,31 +116,27 @@ class CapturedStep:
     def __init__(self, run: RunStep, device: torch.device) -> None:
         self.run, self._device, self._calls = run, device, 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: StepOutput | None = None
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
         with torch.cuda.device(self._device):  # streams and graphs are the current one's
-            return self._run_or_replay()
-
-    def _run_or_replay(self) -> StepOutput:
+            if self._graph is None:
+                self._graph = self._captured()
+            self._graph.replay()
         self._calls += 1
-        if self._calls <= self._WARM_UP:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                output = self.run()
-            torch.cuda.current_stream().wait_stream(stream)
-            return output
-        if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._output = self.run()
-            self._graph = graph
-        assert self._output is not None
-        self._graph.replay()
         number = self._calls
         return replace(self._output, is_overwritten=lambda: number != self._calls)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(self._WARM_UP):
+                self.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            self._output = self.run()
+        return graph
 
 
 def _filled_cache(state: DecodeState) -> Cache:

@@ -118,8 +118,8 @@ class DecodeState:
             hold tokens.
         live: (B, 1) bool, the rows that still generate. The others get no patch.
         fingerprint: of the weights at the start.
-        fill: runs the model on a head; returns a new cache with the rows of a step.
-        switches_factors: whether the rotary factors change at some length (LongRoPE).
+        fill: runs the model on a head; returns a new cache with the rows of a step. None unless
+            the rotary factors change at some length (LongRoPE).
         media: positions of the context with its images (M-RoPE).
     """
 
@@ -131,8 +131,7 @@ class DecodeState:
     context_mask: Tensor
     live: Tensor
     fingerprint: str
-    fill: Callable[[Sequences], Cache]
-    switches_factors: bool
+    fill: Callable[[Sequences], Cache] | None
     media: MediaPositions | None
 
     @property

@@ -22,19 +22,17 @@ from icl_patch.generation.decode_state import (
     StepOutput,
     sequences_of,
 )
-from icl_patch.generation.one_pass import OnePass
+from icl_patch.generation.one_pass import DecodeStep, OnePass
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import MediaPositions, over_columns
-from icl_patch.models.language_model import check_vocabulary
 from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.hooks import paths_of
-from icl_patch.recording.passes import close_on
+from icl_patch.recording.passes import Computation, close_on
 from icl_patch.recording.patch_assembly import layers_of_all, report_of_all, scales_of
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
@@ -81,14 +79,9 @@ def prefill(
     sequences = absorb_all_but_last(context_ids, context_mask)
     if media is not None:
         sequences = replace(sequences, media=media._replace(head=media.head[..., :-1]))
-    check_vocabulary(attached.model, context_ids, context_mask)
-    attached.check_rows(sequences)
 
     def fill(head: Sequences) -> Cache:
-        cache = kv_cache.new_cache(attached.model)
-        if columns := head.head_ids.shape[1]:
-            further = over_columns(model_inputs, columns)
-            forward_passes.run_head(attached.model, head, cache, **further)
+        cache = attached.prefill(head, **over_columns(model_inputs, head.head_ids.shape[1]))
         if mode is DecodeMode.TWO_STREAM:
             kv_cache.stack_cache(cache, batch)
         if reserve:
@@ -113,13 +106,12 @@ def prefill(
         attached=attached,
         mode=mode,
         inputs=inputs,
-        run=None if plan is None else plan.step(inputs, batch),
+        run=None if plan is None else DecodeStep(plan, inputs, batch),
         ids=ids,
         context_mask=context_mask,
         live=torch.ones_like(context_mask[:, :1]),
         fingerprint=attached.weights.fingerprint,
-        fill=fill,
-        switches_factors=bool(switch_lengths(attached.model)),
+        fill=fill if switch_lengths(attached.model) else None,
         media=sequences.media,
     )
 
@@ -156,17 +148,17 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
             f" on {paths_of(hooked)}: generate again, with mode='two_pass'"
         )
     state.advance(token_ids)
-    if state.switches_factors and state.steps > 1:
-        _refill(state)
+    if state.fill is not None and state.steps > 1:
+        _refill(state, state.fill)
     if state.run is None:
-        return _two_passes(state)
+        return _of(attached.compute_from(state.inputs.cache, state.sequences(), state.live))
     output = state.run()
     # the step's only synchronisation with the device
     if attached.ranks.any(bool(output.maybe_infeasible)):
         attached.ranks.shared(lambda: _check_feasible(state, output))
         missed = output.misses is not None and bool((output.misses * state.live.T).any())
         if attached.ranks.any(missed):
-            return _closed_again(state, output)
+            return _of(_closed_again(state, output))
     return DecodeResult(output.logits, _deferred_patch(state, output))
 
 
@@ -175,25 +167,24 @@ def _check_feasible(state: DecodeState, output: StepOutput) -> None:
         diagnostics.resolve(state.live).check(start=state.steps - 1)
 
 
-def _refill(state: DecodeState) -> None:
+def _refill(state: DecodeState, fill: Callable[[Sequences], Cache]) -> None:
     """Fill the cache again, in place, if LongRoPE changes its factors with the current token."""
     sequences = state.sequences()
     if not switches(state.attached.model, sequences):
         return
-    filled, cache = state.fill(sequences), state.inputs.cache
+    filled, cache = fill(sequences), state.inputs.cache
     if cache.is_compileable:
         kv_cache.copy_cache(filled, cache, state.inputs.length - 1)
     else:
         cache.layers[:] = filled.layers
 
 
-def _two_passes(state: DecodeState) -> DecodeResult:
-    computation = state.attached.compute_from(state.inputs.cache, state.sequences(), state.live)
+def _of(computation: Computation) -> DecodeResult:
     patch = computation.patch
     return DecodeResult(computation.reduced_logits[:, -1], lambda: patch)
 
 
-def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
+def _closed_again(state: DecodeState, output: StepOutput) -> Computation:
     """Repeat an exact step if some of its factors miss their target: a pass of the reduced stream
     closes every block on the context's output again, each from the output that the block before it
     reached.
@@ -202,9 +193,7 @@ def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
     patch = attached.empty_patch(state.sequences(), passes=2, arithmetic=BATCH_INVARIANT)
     patch = replace(patch, logits=output.logits.unsqueeze(1))
     assert output.activations is not None
-    computation = close_on(attached, output.activations, patch, attached.update, state.live)
-    patch = computation.patch
-    return DecodeResult(computation.reduced_logits[:, -1], lambda: patch)
+    return close_on(attached, output.activations, patch, attached.update, state.live)
 
 
 def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:

@@ -3,18 +3,17 @@
 Shapes: B rows, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from icl_patch.generation.decode_state import DecodeMode, StepInputs, StepOutput, maybe_infeasible
-from icl_patch.generation.fused_modules import FusedModule, fused_modules
+from icl_patch.generation.fused_modules import fused_modules
 from icl_patch.generation.shared_cache import SharedCacheStreams, attending
 from icl_patch.invariance.arithmetic import InvariantModules
 from icl_patch.models.attention_mask import OneToken, restricted_attention
@@ -58,51 +57,32 @@ class OnePass:
         self.fused = [] if self.exact else fused_modules(model, blocks)
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
-        self._invariant = InvariantModules(model, mixtures) if self.exact else None
-
-    def arithmetic(self) -> AbstractContextManager[None]:
-        """Within this context a step runs in its arithmetic: an exact one in the batch-invariant
-        one, in which both streams round alike.
-        """
-        return nullcontext() if self._invariant is None else self._invariant.run()
-
-    @property
-    def mode(self) -> DecodeMode:
-        """Its name."""
-        return DecodeMode.TWO_STREAM if self.streams is None else DecodeMode.SHARED_CACHE
-
-    def step(self, step_inputs: StepInputs, batch: int) -> "DecodeStep":
-        """A step of B rows that reads ``step_inputs``."""
-        patch_index = torch.arange(-batch, batch, device=step_inputs.current.device).clamp(min=-1)
-        return DecodeStep(self, step_inputs, self.fused, patch_index, batch)
+        # an exact step runs in the batch-invariant arithmetic, in which both streams round alike
+        self.arithmetic: Callable[[], AbstractContextManager[None]] = (
+            InvariantModules(model, mixtures).run if self.exact else nullcontext
+        )
+        self.mode = DecodeMode.SHARED_CACHE if shared else DecodeMode.TWO_STREAM
 
 
-@dataclass(frozen=True, eq=False)
 class DecodeStep:
     """Both streams of one token through the model, without waiting for the device.
 
-    Attributes:
+    Args:
         plan: how the model runs both streams.
         inputs: the tensors that the step reads.
-        fused: the plan's; none for a compiler.
-        patch_index: (2B,) int64, the patch of each row of both streams, -1 for none. batch: B.
-        for_inductor: whether the step is written for a compiler, see :class:`DecodeRecorder`.
+        batch: B.
+        for_inductor: whether the step is written for a compiler, which fuses small operations but
+            cannot see into ours, see :class:`DecodeRecorder`.
     """
 
-    plan: OnePass
-    inputs: StepInputs
-    fused: list[FusedModule]
-    patch_index: Tensor
-    batch: int
-    for_inductor: bool = False
-
-    def for_compiler(self) -> "DecodeStep":
-        """The same step for a compiler, which fuses small operations but cannot see into ours. An
-        exact step stays as it is: it has to have the bits of its replay.
-        """
-        if self.plan.exact:
-            return self
-        return replace(self, fused=[], for_inductor=True)
+    def __init__(
+        self, plan: OnePass, inputs: StepInputs, batch: int, *, for_inductor: bool = False
+    ) -> None:
+        self.plan, self.inputs, self.batch = plan, inputs, batch
+        # of each row of both streams, -1 for none
+        index = torch.arange(-batch, batch, device=inputs.current.device)
+        self._patch_index, self._for_inductor = index.clamp(min=-1), for_inductor
+        self._fused = [] if for_inductor else plan.fused
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
@@ -113,9 +93,9 @@ class DecodeStep:
             kind(
                 block,
                 attached.update,
-                self.patch_index,
+                self._patch_index,
                 receives_norm_input=block in self._norm_receivers,
-                for_inductor=self.for_inductor,
+                for_inductor=self._for_inductor,
             )
             for block in attached.blocks
         ]
@@ -154,7 +134,7 @@ class DecodeStep:
         attached, streams = self.plan.attached, self.plan.streams
         linears = plain_linears(attached.model, attached.block_specs)
         forwards: dict[nn.Module, Forward] = {x: linear_forward(x) for x in linears}
-        forwards |= {found.module: found for found in self.fused}
+        forwards |= {found.module: found for found in self._fused}
         # the attention's output projections among them, on both streams of a shared cache
         forwards |= {} if streams is None else dict(streams.forwards)
         return Overrides([*forwards.items(), *self._head()])
@@ -162,7 +142,7 @@ class DecodeStep:
     @cached_property
     def _norm_receivers(self) -> set[AttachedBlock | None]:
         """The blocks whose recorder gets its input from the fused pre-MLP norm."""
-        return {found.block for found in self.fused}
+        return {found.block for found in self._fused}
 
     def _head(self) -> list[tuple[nn.Module, Forward]]:
         """The head is the widest matrix of all: it runs only on the rows without the context,

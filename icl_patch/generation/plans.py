@@ -53,7 +53,6 @@ class StepPlans:
     compiled: dict[Any, Any] = field(default_factory=dict)
     # with what the model ran then; the reason in place of a plan that it does not allow
     _tried: dict[DecodeMode, tuple[list[Any], OnePass | str]] = field(default_factory=dict)
-    _warned: set[str] = field(default_factory=set)  # reasons for slower steps
 
     def clear(self) -> None:
         """Forget everything about the model."""
@@ -62,7 +61,7 @@ class StepPlans:
 
     def choose(self, mode: str = AUTO, *, compile: bool = False) -> OnePass | None:
         """The plan of the requested mode, or of the fastest that the model allows; None for two
-        passes. A slower one than the update has on other models warns, once for each reason.
+        passes. A slower one than the update has on other models warns.
 
         Args:
             mode: one of ``MODES``. compile: whether the step is compiled, which needs one pass.
@@ -72,58 +71,41 @@ class StepPlans:
             UnsupportedModelError: the model does not allow the requested mode.
         """
         attached, exact = self.attached, self.attached.update == "exact"
-        if mode not in MODES:
-            raise ValueError(f"expected mode {', '.join(MODES)}, got {mode!r}")
         attached.watch_hooks()
-        if mode == DecodeMode.TWO_STREAM.value and exact:
-            raise ValueError(
-                "expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, got"
-                " 'two_stream'"
-            )
-        if mode == TWO_PASS and compile:
-            raise ValueError(
-                "expected mode 'auto' or one of one pass with compile, got 'two_pass', which runs"
-                " the unmodified model's own steps"
-            )
         takes_two = attached.steps_take_two_passes and not exact
-        if takes_two and (compile or mode not in (AUTO, TWO_PASS)):
-            asked = "compile" if compile else f"mode={mode!r}"
+        possible = {
+            DecodeMode.SHARED_CACHE.value: not takes_two,
+            DecodeMode.TWO_STREAM.value: not takes_two and not exact,
+            TWO_PASS: not compile,
+        }
+        modes = [AUTO, *(name for name, is_possible in possible.items() if is_possible)]
+        if mode not in modes or len(modes) == 1:
+            compiled = "compiled steps" if compile else "steps"
             raise ValueError(
-                f"expected an update of one pass with {asked}, {attached.update!r} takes two passes"
-                " on this model"
+                f"expected mode {' or '.join(map(repr, modes[1:])) or 'none'} for {compiled} of the"
+                f" update {attached.update!r} on {type(attached.model).__name__}, got {mode!r}"
             )
         # where rounding decides a token's experts, the streams' rows had better be in one batch
-        shared = not takes_two and (exact or not attached.has_ties)
-        fastest_first = {
-            DecodeMode.SHARED_CACHE: shared,
-            DecodeMode.TWO_STREAM: not takes_two and not exact,
-            DecodeMode.TWO_PASS: not compile,
-        }
+        apart = attached.has_ties and not exact
+        fastest_first = modes[2 if apart and len(modes) > 2 else 1 :] if mode == AUTO else [mode]
         reason: UnsupportedModelError | None = None
-        for tried, allowed in fastest_first.items():
-            if not (allowed if mode == AUTO else mode == tried.value):
-                continue
+        for name in fastest_first:
+            tried = DecodeMode(name)
             try:
                 plan = self.of(tried)
             except UnsupportedModelError as error:
                 reason = reason or error
                 continue
             if reason is not None:
-                self._warn_slower(tried, reason)
+                warnings.warn(
+                    f"{attached.update} steps run {_SLOWER[tried]}: {reason}. Ask for a mode"
+                    " (mode=...) to have it without this warning, or take another update",
+                    SlowerStepsWarning,
+                    stacklevel=2,
+                )
             return plan
         assert reason is not None
         raise reason
-
-    def _warn_slower(self, mode: DecodeMode, reason: UnsupportedModelError) -> None:
-        if str(reason) in self._warned:
-            return
-        self._warned.add(str(reason))
-        warnings.warn(
-            f"{self.attached.update} steps run {_SLOWER[mode]}: {reason}. Ask for a mode (mode=...)"
-            " to have it without this warning, or take another update",
-            SlowerStepsWarning,
-            stacklevel=2,
-        )
 
     def of(self, mode: DecodeMode) -> OnePass | None:
         """The plan of a mode, tried if it is new or the model runs something else; None for two
@@ -158,27 +140,20 @@ class StepPlans:
     def _try(self, mode: DecodeMode) -> OnePass:
         """A plan of one pass, whose steps on random tokens are their replays."""
         attached, exact = self.attached, self.attached.update == "exact"
-        model, uncovered = attached.model, f"mode={mode.value!r} does not cover "
-        uncovered += type(model).__name__
-        shared = mode is DecodeMode.SHARED_CACHE
-        device = input_device(model).type
+        model, device = attached.model, input_device(attached.model).type
+        uncovered = f"mode={mode.value!r} does not cover {type(model).__name__}"
         # autocast's rounding would hide the errors that this check looks for
         with attached.attachment.one_pass(), torch.autocast(device, enabled=False):
+            shared = mode is DecodeMode.SHARED_CACHE
             plan = attached.ranks.shared(lambda: OnePass(attached, shared=shared))
             try:
                 error = _replay_error(plan)
-            except ControllabilityError:
-                # Weights of zero have no patch for these tokens. Steps on the user's tokens raise
-                # this again.
-                if not exact:
-                    return plan
-                raise UnsupportedModelError(
-                    f"mode={mode.value!r} cannot be tried on {type(model).__name__}: no patch"
-                    " serves random tokens"
-                ) from None
             except RankError:
                 raise
             except Exception as cause:  # also an error of the model's own code
+                # Weights of zero have no patch for these tokens; the user's tokens raise this again
+                if isinstance(cause, ControllabilityError) and not exact:
+                    return plan
                 raise UnsupportedModelError(f"{uncovered}: {cause}") from cause
         if not error <= (0 if exact else rounding_limit(model.dtype)):
             raise UnsupportedModelError(f"{uncovered}: replays of its steps are off by {error:.1g}")

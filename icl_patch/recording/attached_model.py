@@ -124,8 +124,7 @@ class AttachedModel:
     Raises:
         UnsupportedModelError: a block has an unknown form, or the model fails the self-check.
         TypeError: ``tokenizer`` is not a tokenizer.
-        ValueError: ``update`` is unknown, or the model is attached already, or it is training with
-            dropout or gradient checkpointing.
+        ValueError: ``update`` is unknown, or the model is attached already, or it is training.
     """
 
     def __init__(
@@ -159,15 +158,12 @@ class AttachedModel:
         try:
             with self.attachment.one_pass(), self._own_rounding():
                 self.ranks.shared(lambda: self._attach(state))
-        except torch.OutOfMemoryError:
-            self.detach()
-            raise
-        except RankError:
-            self.detach()
-            raise
-        except Exception as error:  # also an error of the model's own code
+        except BaseException as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
             self.detach()
+            ours = (torch.OutOfMemoryError, RankError)
+            if not isinstance(error, Exception) or isinstance(error, ours):
+                raise
             reason = explain_failure(model, error) if self.ranks.size == 1 else str(error)
             if hooked:
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
@@ -177,9 +173,6 @@ class AttachedModel:
             if self.ranks.size > 1:
                 on_all_ranks(refusal)
             raise refusal from error
-        except BaseException:
-            self.detach()
-            raise
 
     def _own_rounding(self) -> torch.autocast:
         """Autocast off, whose rounding would hide the errors that attaching looks for."""
@@ -188,7 +181,7 @@ class AttachedModel:
     def _check_model(self, model: PreTrainedModel) -> None:
         check_language_model(model)
         check_attention(model)
-        check_training(model, model.training)
+        check_eval([model])
         if self.ranks.size > 1:
             check_split(model)
         if self.update == "exact" and group_of(model) is not None:
@@ -296,8 +289,7 @@ class AttachedModel:
                 f"expected the model in {self._dtype}, as it was attached to, got it in"
                 f" {self.model.dtype}: attach again"
             )
-        if self.model.training or any(block.module.training for block in self.blocks):
-            check_training(self.model, True)
+        check_eval([self.model, *[block.module for block in self.blocks]])
 
     # -- compute
 
@@ -347,7 +339,8 @@ class AttachedModel:
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """Run the unmodified model on the head: a cache of its tokens."""
         check_inputs(self.model, model_inputs)
-        self.check_rows(sequences)
+        check_vocabulary(self.model, sequences.ids, sequences.mask)
+        self._check_rows(sequences)
         self.watch_hooks()
         names = names_of(model_inputs)
         if names and sequences.has_prefix:
@@ -360,7 +353,7 @@ class AttachedModel:
             forward_passes.run_head(self.model, sequences, cache, **model_inputs)
         return cache
 
-    def check_rows(self, sequences: Sequences) -> None:
+    def _check_rows(self, sequences: Sequences) -> None:
         """Raises ValueError for rows that the model would treat otherwise than alone."""
         name = type(self.model).__name__
         if not (sequences.head_mask.all() or self.takes_padding):
@@ -385,9 +378,7 @@ class AttachedModel:
         """
         self.require_attached()
         self.agree("the tokens", (sequences.ids, sequences.mask, sequences.absorbed))
-        check_vocabulary(self.model, sequences.ids, sequences.mask)
-        check_length(self.model, int(sequences.mask.sum(1).max()))
-        check_inputs(self.model, model_inputs)
+        check_length(self.model, int(sequences.longest))
         sequences = with_media(self.model, sequences, model_inputs)
         computation = self.compute_from(self.prefill(sequences, **model_inputs), sequences)
         # with hooks the patch has been replayed already
@@ -614,22 +605,9 @@ class AttachedModel:
             patch.check_tokenizer(self.tokenizer_fingerprint)
 
 
-def check_training(model: PreTrainedModel, training: bool) -> None:
-    """Raises ValueError if training changes the model's outputs."""
-    if training and _drops(model):
-        raise ValueError("expected a model in eval mode, got one that is training with dropout")
-    if any(
-        module.training and getattr(module, "gradient_checkpointing", False)
-        for module in model.modules()
-    ):
+def check_eval(modules: Iterable[nn.Module]) -> None:
+    """Raises ValueError if one of the modules is training, which may change its outputs."""
+    if any(module.training for module in modules):
         raise ValueError(
-            "expected a model in eval mode, got one that is training with gradient checkpointing,"
-            " which keeps no cache"
+            "expected a model in eval mode, got one that is training: call model.eval()"
         )
-
-
-def _drops(model: PreTrainedModel) -> bool:
-    """Whether the model drops anything out while it trains."""
-    config = vars(model.config.get_text_config(decoder=True))
-    rates = [rate for name, rate in config.items() if "drop" in name or name.endswith("pdrop")]
-    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

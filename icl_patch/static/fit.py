@@ -22,7 +22,7 @@ from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.language_model import layers_of, text_config, vocabulary
 from icl_patch.models.prompts import Tokens
 from icl_patch.patch.low_rank import LowRank
-from icl_patch.recording.attached_model import check_training
+from icl_patch.recording.attached_model import check_eval
 from icl_patch.static.examples import (
     ROW_TOKENS,
     Example,
@@ -146,7 +146,7 @@ def fit(
             that are offloaded.
         ValueError: there are no examples, or one of ``held_out`` is among them; an option does not
             fit; the rank is above that of a matrix; two examples want different answers to one
-            prompt; activations are NaN; the model is training with dropout; ``start`` changes other
+            prompt; activations are NaN; the model is training; ``start`` changes other
             matrices; or ``state`` is of another fit.
         FingerprintMismatch: ``start`` is of another model.
     """
@@ -163,7 +163,7 @@ def fit(
         )
     if state is not None and Path(state).exists() and not Path(state).is_dir():
         raise ValueError(f"expected state to be a folder, got the file {os.fspath(state)!r}")
-    check_training(model, any(module.training for module in model.modules()))
+    check_eval(model.modules())
     options = distillation or Distillation()
     _check_in_memory(model, options.dtype)
     matrices = find_matrices(model, parts, first_block)
