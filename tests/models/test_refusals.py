@@ -155,7 +155,7 @@ def test_training_is_refused() -> None:
     everything works.
     """
     model = build("llama")
-    with pytest.raises(ValueError, match="training: call model.eval"):
+    with pytest.raises(ValueError, match=r"training: call model\.eval"):
         ContextPatcher(model.train())
     with ContextPatcher(model.eval(), "stable") as patcher:
         patch = patcher.compute(IDS, KEPT)
@@ -169,7 +169,7 @@ def test_training_is_refused() -> None:
         )
         for call, part in zip(calls, itertools.cycle((model, model.model.layers[1])), strict=False):
             part.train()
-            with pytest.raises(ValueError, match="training: call model.eval"):
+            with pytest.raises(ValueError, match=r"training: call model\.eval"):
                 call()
             model.eval()
         works(patcher)

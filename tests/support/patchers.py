@@ -3,7 +3,6 @@ still works.
 """
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -32,3 +31,56 @@ def works(patcher: ContextPatcher, inputs: dict | None = None) -> None:
     logits = patcher.forward(patch.kept_ids, patch)
     off = metrics.linf(logits, patch.logits)[patch.kept_mask].max()
     assert off == 0 if patcher.update == "exact" else is_noise(off, patcher, patch)
+
+
+IDS, KEPT = tokens(0, 2, 5), tokens(1, 2, 3)
+
+
+class Snapshot:
+    """Everything about a model that attaching could change: modules, hooks, parameters (who they
+    are and their bits), configs, outputs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.attributes = {name: list(vars(module)) for name, module in self.modules.items()}
+        self.hooks = {name: self._hooks(module) for name, module in self.modules.items()}
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.state = copy.deepcopy(model.state_dict())
+        self.configs = [
+            copy.deepcopy(vars(config)) for config in (model.config, model.generation_config)
+        ]
+        self.attention = model.config._attn_implementation
+        self.logits = plain_logits(model)
+
+    @staticmethod
+    def _hooks(module: nn.Module) -> dict[str, dict]:
+        found = {
+            name: dict(value)
+            for name, value in vars(module).items()
+            if "hooks" in name and isinstance(value, dict)
+        }
+        assert found
+        return found
+
+    def check(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        assert list(modules) == list(self.modules)
+        assert all(modules[name] is module for name, module in self.modules.items())
+        assert {name: list(vars(module)) for name, module in modules.items()} == self.attributes
+        assert {name: self._hooks(module) for name, module in modules.items()} == self.hooks
+        assert [vars(config) for config in (model.config, model.generation_config)] == self.configs
+        assert model.config._attn_implementation == self.attention
+        self.check_parameters(model)
+        assert torch.equal(plain_logits(model), self.logits)
+
+    def check_parameters(self, model: nn.Module) -> None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        assert list(parameters) == list(self.parameters)
+        assert all(parameters[name] is parameter for name, parameter in self.parameters.items())
+        state = model.state_dict()
+        assert list(state) == list(self.state)
+        assert all(
+            state[name].dtype == value.dtype and torch.equal(state[name], value)
+            for name, value in self.state.items()
+        )
