@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
-from icl_patch.generation.compiled_step import CompileOptions
+from icl_patch.generation.compiled_step import compilers_of
 from icl_patch.generation.plans import StepPlans
 from icl_patch.models.language_model import check_length
 from icl_patch.models.prompts import Question
@@ -424,7 +424,7 @@ class ContextPatcher:
                 than the model has positions for.
         """
         self.attached_model.attachment.check_outside()
-        compilers = CompileOptions.of(compile)
+        compilers = compilers_of(compile)
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(
@@ -501,4 +501,4 @@ class ContextPatcher:
         to a decoding method, so it is an argument here; the other arguments are as for
         :meth:`generate`.
         """
-        return loop.decoding_method(self.plans, streamer, mode, CompileOptions.of(compile))
+        return loop.decoding_method(self.plans, streamer, mode, compilers_of(compile))

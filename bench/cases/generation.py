@@ -68,7 +68,7 @@ from icl_patch.bench.cases.models import (
 )
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.timing import Call, ceiling
-from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
+from icl_patch.generation.compiled_step import use_compiled_step
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.invariance.arithmetic import reason_against
@@ -213,7 +213,7 @@ def _ours(
     """The forms of our step by name, in ``mode`` first; those of several caches for few rows."""
     stable, exact, cuda = models.stable, models.exact, ids.is_cuda
     builders = {_NAMES[mode]: lambda: _decoding_step(stable, ids, mode)}
-    compilers, one_cache = CompileOptions(inductor=True, cuda_graph=cuda), DecodeMode.SHARED_CACHE
+    compilers, one_cache = ("inductor", *["cuda_graph"] * cuda), DecodeMode.SHARED_CACHE
     if reason_against(exact.model) is None:
         builders[EXACT] = lambda: _decoding_step(exact, ids, one_cache)
         # no CUDA graph can hold a mixture's exact products, which read their rows on the host
@@ -225,9 +225,8 @@ def _ours(
         builders[EXACT_TWO_PASSES] = lambda: _two_pass_step(exact, ids)
     builders[OURS_COMPILED] = lambda: _compiled_step(stable, ids, compilers, mode)
     if cuda:
-        graph = CompileOptions(cuda_graph=True)
         builders["recompute and apply, CUDA graph"] = lambda: _compiled_step(
-            stable, ids, graph, mode
+            stable, ids, ("cuda_graph",), mode
         )
     return builders
 
@@ -246,11 +245,11 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode) -> St
 
 
 def _compiled_step(
-    patcher: ContextPatcher, ids: Tensor, options: CompileOptions, mode: DecodeMode
+    patcher: ContextPatcher, ids: Tensor, compilers: tuple[str, ...], mode: DecodeMode
 ) -> Step:
     """Our step over static buffers: compiled, as a CUDA graph, or both."""
     state, token = _state(patcher, ids, mode, reserve=False), ids[:, -1].clone()
-    use_compiled_step(patcher.plans, state, options)
+    use_compiled_step(patcher.plans, state, compilers)
     step = repeatable(lambda: decode_one_token(state, token).logits, state.inputs.rewind)
     for _ in range(_WARM_UP):
         step()

@@ -3,8 +3,8 @@
 The step reads and writes fixed buffers, so it serves later tokens and later contexts too.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,37 +27,19 @@ _CACHED_STEPS = 2  # steps, with their caches, that are kept for later contexts
 COMPILE = ("inductor", "cuda_graph", "inductor+cuda_graph")
 
 
-@dataclass(frozen=True)
-class CompileOptions:
-    """Which compilers a step goes through.
+def compilers_of(compile: bool | str) -> Collection[str]:
+    """The compilers that a step goes through, ``"inductor"`` and ``"cuda_graph"`` in this order, as
+    :meth:`icl_patch.ContextPatcher.generate` takes them: traced and compiled by ``torch.compile``'s
+    Inductor; captured as a CUDA graph, compiled or not.
 
-    inductor: traced and compiled by ``torch.compile``'s Inductor; cuda_graph: captured as a CUDA
-    graph, compiled or not.
+    Raises:
+        ValueError: there is no such compiler.
     """
-
-    inductor: bool = False
-    cuda_graph: bool = False
-
-    @classmethod
-    def of(cls, compile: bool | str) -> "CompileOptions":
-        """The options that :meth:`icl_patch.ContextPatcher.generate` takes as ``compile``.
-
-        Raises:
-            ValueError: there is no such compiler.
-        """
-        if compile in (False, True):
-            return cls(inductor=bool(compile))
-        if compile not in COMPILE:
-            expected = ", ".join(map(repr, COMPILE))
-            raise ValueError(f"expected compile True, False, {expected}, got {compile!r}")
-        names = str(compile).split("+")
-        return cls("inductor" in names, "cuda_graph" in names)
-
-    def __bool__(self) -> bool:
-        return self.inductor or self.cuda_graph
-
-
-EAGER = CompileOptions()
+    names = {True: COMPILE[0], False: ""}.get(compile, compile)
+    if names not in ("", *COMPILE):
+        expected = ", ".join(map(repr, COMPILE))
+        raise ValueError(f"expected compile True, False, {expected}, got {compile!r}")
+    return tuple(filter(None, names.split("+")))
 
 
 class CompiledStep:
@@ -65,13 +47,13 @@ class CompiledStep:
 
     Args:
         state: a context in a dynamic cache. capacity: the largest number of tokens.
-        options: the compilers.
+        compilers: as of :func:`compilers_of`.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be put in place.
     """
 
-    def __init__(self, state: DecodeState, capacity: int, options: CompileOptions) -> None:
+    def __init__(self, state: DecodeState, capacity: int, compilers: Collection[str]) -> None:
         assert isinstance(state.run, DecodeStep)
         current = state.inputs.current
         with torch.inference_mode(False):
@@ -87,10 +69,10 @@ class CompiledStep:
             )
             plan = state.run.plan
             # an exact step stays as it is: it has to have the bits of its replay
-            written = options.inductor and not plan.exact
+            written = "inductor" in compilers and not plan.exact
             step = DecodeStep(plan, self.inputs, state.run.batch, for_inductor=written)
-            self.run: RunStep = TracedStep(step) if options.inductor else step
-            if options.cuda_graph:
+            self.run: RunStep = TracedStep(step) if "inductor" in compilers else step
+            if "cuda_graph" in compilers:
                 self.run = CapturedStep(self.run, current.device)
 
     def start_from(self, step_inputs: StepInputs) -> None:
@@ -163,47 +145,33 @@ def _traced_objects(model: PreTrainedModel) -> tuple[Any, ...]:
     return (*(x.data_ptr() for x in weights), *what_runs(model))
 
 
-def check_compilable(attached: AttachedModel, options: CompileOptions) -> None:
-    """Raise unless a step of the model can go through the compilers.
-
-    Raises:
-        UnsupportedModelError: the step reads numbers on the host, or has weights that no compiler
-            takes.
-        ValueError: autocast is on.
-    """
-    model, blocks = attached.model, attached.blocks
-    name = type(model).__name__
-    if torch.is_autocast_enabled(input_device(model).type):
-        raise ValueError(
-            "expected no autocast with compile: a step that is made once has the model's own dtype"
-        )
-    if attached.ranks.size > 1:
-        raise UnsupportedModelError(
-            f"compile does not cover {name} split over processes: generate without compile"
-        )
-    if is_aligned(model):
-        raise UnsupportedModelError(
-            f"compile does not cover {name} with accelerate's hooks, which move tensors between"
-            " devices: load the model onto one device, or generate without compile"
-        )
-    if any(isinstance(block.experts, PatchedScaledExperts) for block in blocks):
-        raise UnsupportedModelError(
-            f"compile does not cover {name}: the host reads how many experts are chosen"
-        )
-    exact_mixture = attached.update == "exact" and any(block.experts for block in blocks)
-    if options.cuda_graph and exact_mixture:
-        raise UnsupportedModelError(
-            f"a CUDA graph cannot hold exact steps of {name}: the host reads how many rows an"
-            " expert has; compile='inductor' can"
-        )
-    if any(weight.is_inference() for weight in model.parameters()):
-        raise UnsupportedModelError(
-            f"compile needs weights made outside of inference mode, {name} has others"
-        )
+def check_compilable(attached: AttachedModel, compilers: Collection[str]) -> None:
+    """Raises UnsupportedModelError unless a step of the model can go through the compilers."""
+    model, blocks, exact = attached.model, attached.blocks, attached.update == "exact"
+    device = input_device(model)
+    captured = "cuda_graph" in compilers
+    reasons = {
+        "autocast: a step that is made once has the model's own dtype": (
+            torch.is_autocast_enabled(device.type)
+        ),
+        "models split over processes": attached.ranks.size > 1,
+        "accelerate's hooks, which move tensors between devices": is_aligned(model),
+        "these experts: the host reads how many are chosen": any(
+            isinstance(block.experts, PatchedScaledExperts) for block in blocks
+        ),
+        "exact steps with experts as a CUDA graph: the host reads how many rows one has": (
+            captured and exact and any(block.experts for block in blocks)
+        ),
+        f"{device}: a CUDA graph needs a CUDA device": captured and device.type != "cuda",
+        "weights made in inference mode": any(x.is_inference() for x in model.parameters()),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedModelError(f"compile does not cover {type(model).__name__}: {reason}")
 
 
 def use_compiled_step(
-    plans: StepPlans, state: DecodeState, options: CompileOptions
+    plans: StepPlans, state: DecodeState, compilers: Collection[str]
 ) -> Callable[[], None]:
     """Let a context's steps run compiled; the step is taken from ``plans``, or made.
 
@@ -216,13 +184,13 @@ def use_compiled_step(
         len(state.ids),
         capacity,
         state.mode,
-        options,
+        compilers,
         state.inputs.current.device,
         _traced_objects(attached.model),
     )
     step = compiled.pop(key, None)
     if step is None:
-        step = CompiledStep(state, capacity, options)
+        step = CompiledStep(state, capacity, compilers)
     step.start_from(state.inputs)
     state.run, state.inputs = step.run, step.inputs
 

@@ -28,17 +28,12 @@ class _Kind:
     """
 
     def __init__(self, module: fx.GraphModule, eager_rounding: bool) -> None:
-        output = module.graph.output_node()
-        self._is_one_tensor = isinstance(output.args[0], fx.Node)
-        if self._is_one_tensor:  # compilers take graphs that return a tuple
-            output.args = ((output.args[0],),)
-            module.recompile()
         self._module: fx.GraphModule | None = module
         self._eager_rounding = eager_rounding
         self._run: Callable[..., Sequence[Tensor]] | None = None
 
-    def __call__(self, *inputs: Tensor) -> Any:
-        """The output, or a sequence of several."""
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """The outputs."""
         if self._run is None:
             assert self._module is not None
             from torch._dynamo import lookup_backend  # takes seconds
@@ -53,8 +48,7 @@ class _Kind:
             ):
                 self._run = lookup_backend(BACKEND)(self._module, list(inputs))
             self._module = None
-        outputs = self._run(*inputs)
-        return outputs[0] if self._is_one_tensor else outputs
+        return self._run(*inputs)
 
 
 def in_regions(
@@ -86,7 +80,9 @@ def in_regions(
     ends = _ends(module, nodes[:-1], blocks)
     region = {node: bisect_right(ends, place) for place, node in enumerate(nodes)}
     # The nodes get names by their operators and places, so that equal regions have equal texts.
-    split = split_module(module, module, region.__getitem__, keep_original_input_name=False)
+    split = split_module(
+        module, module, region.__getitem__, keep_original_input_name=False, tuple_return=True
+    )
     kinds: dict[str, _Kind] = {}
     for call in split.graph.find_nodes(op="call_module"):
         name = str(call.target)

@@ -6,7 +6,7 @@ processors, stopping criteria and streamers. The loop is an iterator of steps
 ``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -25,8 +25,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.generation.compiled_step import (
-    EAGER,
-    CompileOptions,
     check_compilable,
     use_compiled_step,
 )
@@ -167,35 +165,29 @@ def generate(
     max_new_tokens: int | None,
     streamer: BaseStreamer | None,
     mode: str = "auto",
-    compilers: CompileOptions = EAGER,
+    compilers: Collection[str] = (),
     **arguments: Any,
 ) -> Iterator[GenerationStep]:
     """See :meth:`icl_patch.ContextPatcher.generate`; ``arguments`` are those of
     ``model.generate``.
     """
     plans.attached.require_attached()
-    if arguments.get("assistant_model") is not None:
-        raise ValueError(
-            "expected no assistant_model: each token is generated with a patch of its own"
-        )
-    if (cache := arguments.get("past_key_values")) is not None:
-        raise ValueError(
-            f"expected no cache, got a {type(cache).__name__}: every context gets a new one"
-        )
+    if arguments.get("assistant_model") is not None:  # transformers would ignore it
+        raise ValueError("expected no assistant_model: each token has a patch of its own")
     _add_stop_strings(arguments, plans.attached.tokenizer)
     ids, mask = check_context(context_ids, context_mask)
     media_positions(plans.attached.model, ids, mask, arguments)  # checks them
-    if max_new_tokens is None and _has_no_length(plans.attached.model, arguments):
-        room = position_limit(plans.attached.model) - int(mask.sum(1).max())
-        max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
-    lengths = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     model: Any = plans.attached.model
+    if max_new_tokens is None and _has_no_length(model, arguments):
+        room = position_limit(model) - int(mask.sum(1).max())
+        max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
+    if max_new_tokens is not None:
+        arguments["max_new_tokens"] = max_new_tokens
     steps: Iterator[GenerationStep] = model.generate(
         ids,
         attention_mask=mask.long(),
         custom_generate=partial(_steps, plans, mode, compilers, streamer),
         streamer=streamer,
-        **lengths,
         **arguments,
     )
     return steps
@@ -227,7 +219,7 @@ def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
 
 
 def decoding_method(
-    plans: StepPlans, streamer: BaseStreamer | None, mode: str, compilers: CompileOptions
+    plans: StepPlans, streamer: BaseStreamer | None, mode: str, compilers: Collection[str]
 ) -> Callable[..., Any]:
     """See :meth:`icl_patch.ContextPatcher.decoding_method`."""
 
@@ -268,7 +260,7 @@ def _steps(*arguments: Any, **prepared: Any) -> Iterator[GenerationStep]:
 def _loop(
     plans: StepPlans,
     mode: str,
-    compilers: CompileOptions,
+    compilers: Collection[str],
     streamer: BaseStreamer | None,
     model: PreTrainedModel,
     ids: Tensor,
@@ -292,16 +284,11 @@ def _loop(
             attached.agree("the prompt", (ids, mask), options=(mode, compilers))
             capacity = max(int(config.max_length), ids.shape[1] + 1)
             check_length(model, int(mask.sum(1).max()), capacity - ids.shape[1])
-            if compilers.cuda_graph and not ids.is_cuda:
-                raise ValueError(
-                    "expected a CUDA device with compile='cuda_graph' or 'inductor+cuda_graph',"
-                    f" got {ids.device}"
-                )
             if compilers:
                 check_compilable(attached, compilers)
             state = prefill(
                 attached,
-                plans.choose(mode, compile=bool(compilers)),
+                plans.choose(mode, compile=len(compilers) > 0),
                 ids,
                 mask,
                 capacity,

@@ -221,12 +221,12 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
     """The matrix of every block that reads the attention's output, found in a pass over two tokens.
 
     Raises:
-        UnsupportedModelError: a block has no such matrix, or its attention has a sink.
+        UnsupportedModelError: a block has no such matrix.
     """
-    outputs: dict[int, tuple[Tensor, bool]] = {}  # by their address, with whether there is a sink
+    outputs: dict[int, Tensor] = {}  # by their address
 
-    def on_attention(output: Tensor, _query: Tensor, _value: Tensor, options: Any) -> None:
-        outputs[output.data_ptr()] = output, options.get("s_aux") is not None
+    def on_attention(output: Tensor, *_: Any) -> None:
+        outputs[output.data_ptr()] = output
 
     ids = torch.arange(2, device=input_device(model)).unsqueeze(0) % vocabulary(model)
     with attending(on_attention):
@@ -237,20 +237,17 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
             f" call {len(outputs)} attentions of transformers' {_IMPLEMENTATION!r}, not one each"
         )
     projections = []
-    for block, (address, (_, has_sink)) in zip(blocks, outputs.items(), strict=True):
-        path, calls = block.block.path, traces[block.block.path].calls
+    for block, address in zip(blocks, outputs, strict=True):
+        path = block.block.path
         readers = [
-            call for call in calls if is_matrix(call.module) and call.given.address == address
+            call.module
+            for call in traces[path].calls
+            if is_matrix(call.module) and call.given.address == address
         ]
-        reason = None
-        if not readers or not overridable(readers[-1].module):
-            reason = (
-                "it does something to the attention's output before a matrix reads it, or experts"
-                " read it (JetMoE)"
+        if not readers or not overridable(readers[-1]):
+            raise UnsupportedModelError(
+                f"mode='shared_cache' does not cover {path}: it does something to the attention's"
+                " output before a matrix reads it, or experts read it (JetMoE)"
             )
-        elif has_sink:
-            reason = "it attends to a sink beside the tokens"
-        if reason is not None:
-            raise UnsupportedModelError(f"mode='shared_cache' does not cover {path}: {reason}")
-        projections.append(readers[-1].module)
+        projections.append(readers[-1])
     return projections

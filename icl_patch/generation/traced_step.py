@@ -104,11 +104,6 @@ class TracedStep:
         except Exception as cause:  # also an error of the model's own code
             name = type(self._step.plan.attached.model).__name__
             reason = str(cause).partition("\n")[0]
-            if "InvalidCxxCompiler" in str(cause):
-                raise UnsupportedModelError(
-                    "expected a C++ compiler for compile, found none: install one (apt install g++)"
-                    f" or name it in CXX, or generate without compile ({reason})"
-                ) from cause
             raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
 
 

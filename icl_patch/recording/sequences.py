@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -144,34 +145,34 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def _as_batch(
-    name: str, ids: Tensor, mask: Tensor | None, batch: int | None
+    name: str, ids: Tensor, mask: Tensor | None, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     check_tensor(f"{name}_ids", ids)
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
             f"expected {name}_ids (B, T) of integers, got {tuple(ids.shape)} {ids.dtype}"
         )
-    if batch is not None and ids.shape[0] != batch:
-        raise ValueError(f"expected {name}_ids with {batch} rows, got {ids.shape[0]}")
+    if beside is not None and (len(ids), ids.device) != (len(beside), beside.device):
+        raise ValueError(
+            f"expected {name}_ids with {len(beside)} rows on {beside.device}, got {len(ids)} on"
+            f" {ids.device}"
+        )
     if mask is None:
         return ids.long(), torch.ones_like(ids, dtype=torch.bool)
     check_tensor(f"{name}_mask", mask)
-    if mask.shape != ids.shape:
-        raise ValueError(f"expected {name}_mask {tuple(ids.shape)}, got {tuple(mask.shape)}")
-    if mask.device != ids.device:
-        raise ValueError(f"expected {name}_mask on {ids.device}, got {mask.device}")
+    if (mask.shape, mask.device) != (ids.shape, ids.device):
+        raise ValueError(
+            f"expected {name}_mask {tuple(ids.shape)} on {ids.device}, got {tuple(mask.shape)} on"
+            f" {mask.device}"
+        )
     if not torch.equal(mask, mask.bool().to(mask.dtype)):
         raise ValueError(f"expected {name}_mask of True and False, got other values")
     return ids.long(), mask.bool()
 
 
 def _check_padding(name: str, mask: Tensor, side: str) -> None:
-    contiguous = (
-        mask.long().cummax(1).values
-        if side == "left"
-        else mask.long().flip(1).cummax(1).values.flip(1)
-    )
-    if not torch.equal(contiguous.bool(), mask):
+    begins = mask.long().diff(dim=1) * (1 if side == "left" else -1)  # 1 where tokens begin
+    if (begins < 0).any():
         raise ValueError(f"expected {name}_mask with padding on the {side} only")
     if not mask.any(1).all():
         raise ValueError(
@@ -183,8 +184,6 @@ def _check_padding(name: str, mask: Tensor, side: str) -> None:
 def _spans(absorbed: list[tuple[int, int]] | None, width: int) -> list[tuple[int, int]]:
     if absorbed is None:
         return [(0, width)]
-    if not all(isinstance(span, tuple | list) and len(span) == 2 for span in absorbed):
-        raise TypeError(f"expected absorbed as a list of (start, stop), got {absorbed}")
     spans = sorted((int(start), int(stop)) for start, stop in absorbed)
     previous = 0
     for start, stop in spans:
@@ -201,7 +200,7 @@ def _spans(absorbed: list[tuple[int, int]] | None, width: int) -> list[tuple[int
 
 def check_context(context_ids: Tensor, context_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """A left-padded context as int64 ids and bool mask; raises ValueError if it is not one."""
-    ids, mask = _as_batch("context", context_ids, context_mask, None)
+    ids, mask = _as_batch("context", context_ids, context_mask)
     if 0 in ids.shape:
         raise ValueError(
             f"expected at least one row and one token in context_ids, got {tuple(ids.shape)}"
@@ -247,15 +246,16 @@ def assemble(
         ValueError: a shape, a mask or a span does not fit.
     """
     context_ids, context_mask = check_context(context_ids, context_mask)
-    kept_ids, kept_mask = _as_batch("kept", kept_ids, kept_mask, context_ids.shape[0])
-    if kept_ids.device != context_ids.device:
-        raise ValueError(f"expected kept_ids on {context_ids.device}, got {kept_ids.device}")
+    kept_ids, kept_mask = _as_batch("kept", kept_ids, kept_mask, context_ids)
+    prefix_ids, prefix_mask = _as_batch(
+        "prefix", context_ids[:, :0] if prefix_ids is None else prefix_ids, prefix_mask, context_ids
+    )
     if kept_ids.shape[1] == 0:
         raise ValueError(f"expected at least one kept token, got kept_ids {tuple(kept_ids.shape)}")
     _check_padding("kept", kept_mask, "right")
     spans = _spans(absorbed, context_ids.shape[1])
     split = spans[0][1]
-    hidden = torch.zeros(context_ids.shape[1], dtype=torch.bool, device=context_ids.device)
+    hidden = torch.zeros_like(context_mask[0])
     for start, stop in spans:
         hidden[start:stop] = True
     empty = ~context_mask[:, spans[0][0] : split].any(1)
@@ -264,19 +264,9 @@ def assemble(
             "expected a token in the first absorbed span of every row, row"
             f" {int(empty.nonzero()[0])} has only padding there"
         )
-    head = [
-        (
-            context_ids[:, :split],
-            context_mask[:, :split],
-            hidden[:split].expand(context_ids.shape[0], -1),
-        )
-    ]
-    if prefix_ids is not None:
-        prefix_ids, prefix_mask = _as_batch("prefix", prefix_ids, prefix_mask, context_ids.shape[0])
-        head.insert(0, (prefix_ids, prefix_mask, torch.zeros_like(prefix_mask)))
-    elif prefix_mask is not None:
-        raise ValueError("expected prefix_ids with prefix_mask, got prefix_mask alone")
-    head_ids, head_mask, head_absorbed = (torch.cat(parts, 1) for parts in zip(*head, strict=True))
+    head_ids = torch.cat([prefix_ids, context_ids[:, :split]], 1)
+    head_mask = torch.cat([prefix_mask, context_mask[:, :split]], 1)
+    head_absorbed = head_mask & F.pad(hidden[:split], (prefix_ids.shape[1], 0))
     # a stable sort of the mask moves the padding to the left and keeps the order of the tokens
     order = head_mask.long().sort(dim=1, stable=True).indices
     head_ids, head_mask, head_absorbed = (
@@ -285,7 +275,7 @@ def assemble(
     return Sequences(
         head_ids=head_ids,
         head_mask=head_mask,
-        head_absorbed=head_absorbed & head_mask,
+        head_absorbed=head_absorbed,
         tail_ids=torch.cat([context_ids[:, split:], kept_ids], 1),
         tail_mask=torch.cat([context_mask[:, split:], kept_mask], 1),
         tail_absorbed=torch.cat([hidden[split:], torch.zeros_like(kept_mask[0])]),

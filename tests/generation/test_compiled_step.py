@@ -426,7 +426,7 @@ def test_what_cannot_be_compiled() -> None:
             steps_of(patcher, ids, compile=True)
         same(patcher, steps_of(patcher, ids), before)
     for dtype in (torch.float32, torch.bfloat16):
-        expected = "does not cover Llama4ForCausalLM: the host reads how many experts are chosen"
+        expected = "does not cover Llama4ForCausalLM: these experts: the host reads how many"
         with (
             ContextPatcher(tiny_models.build("llama4", 0, dtype), "stable") as patcher,
             pytest.raises(UnsupportedModelError, match=expected),
@@ -436,17 +436,13 @@ def test_what_cannot_be_compiled() -> None:
         model = build("llama")
     with ContextPatcher(model, "stable") as patcher:
         steps_of(patcher)
-        with pytest.raises(UnsupportedModelError, match="weights made outside of inference mode"):
+        with pytest.raises(UnsupportedModelError, match="weights made in inference mode"):
             steps_of(patcher, compile=True)
 
 
 def test_no_cuda_graph_holds_exact_steps_of_a_mixture() -> None:
-    graph = compiled_step.CompileOptions(cuda_graph=True)
-    for family, update in (("qwen2_moe", "stable"), ("llama", "exact")):
-        with ContextPatcher(tiny_models.build(family), update) as patcher:
-            compiled_step.check_compilable(patcher.attached_model, graph)
     with (
         ContextPatcher(tiny_models.build("qwen2_moe")) as patcher,
-        pytest.raises(UnsupportedModelError, match="how many rows an expert has; compile='indu"),
+        pytest.raises(UnsupportedModelError, match="exact steps with experts as a CUDA graph"),
     ):
-        compiled_step.check_compilable(patcher.attached_model, graph)
+        compiled_step.check_compilable(patcher.attached_model, ("cuda_graph",))

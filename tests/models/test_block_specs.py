@@ -22,7 +22,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
+from icl_patch.generation.compiled_step import use_compiled_step
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.models.block_detection import blocks_of
@@ -384,7 +384,7 @@ def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> Non
             mode = DecodeMode.TWO_STREAM
             state = prefilled(patcher, ids[:, part], mask[:, part], 12, mode, reserve=False)
             # no compiler: the step on the fixed cache as it is
-            use_compiled_step(patcher.plans, state, CompileOptions())
+            use_compiled_step(patcher.plans, state, ())
             token_ids = ids[:, -1]
             for logits in expected:
                 step = decode_one_token(state, token_ids)

@@ -370,10 +370,10 @@ BAD_ARGUMENTS = {
         {"kept_ids": KEPT.float()},
         r"kept_ids \(B, T\) of integers, got \(2, 3\) torch\.float32",
     ),
-    "another batch": ({"kept_ids": KEPT[:1]}, "kept_ids with 2 rows, got 1"),
+    "another batch": ({"kept_ids": KEPT[:1]}, "kept_ids with 2 rows on cpu, got 1"),
     "another batch of prefixes": (
         {"prefix_ids": IDS.repeat(2, 1)},
-        "prefix_ids with 2 rows, got 4",
+        "prefix_ids with 2 rows on cpu, got 4",
     ),
     "a short mask": ({"context_mask": HOLE[:, 1:]}, r"context_mask \(2, 5\), got \(2, 4\)"),
     "a mask of numbers": ({"context_mask": 2 * HOLE.long()}, "context_mask of True and False"),
@@ -394,7 +394,7 @@ BAD_ARGUMENTS = {
         {"context_mask": torch.tensor([[False] * 5, [True] * 5])},
         "every row of context_ids, row 0 has none",
     ),
-    "a mask alone": ({"prefix_mask": HOLE}, "prefix_mask alone"),
+    "a mask alone": ({"prefix_mask": HOLE}, "prefix_mask \(2, 0\)"),
     "no span": ({"absorbed": []}, "at least one absorbed span"),
     "a span too long": (
         {"absorbed": [(3, 6)]},
