@@ -486,19 +486,3 @@ class ContextPatcher:
             max_new_tokens=max_new_tokens,
             **arguments,
         )
-
-    def decoding_method(
-        self,
-        *,
-        streamer: BaseStreamer | None = None,
-        mode: str = "auto",
-        compile: bool | str = False,
-    ) -> Callable[..., Any]:
-        """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
-        custom_generate=this)``.
-
-        It has the return value of ``model.generate``. transformers does not pass its ``streamer``
-        to a decoding method, so it is an argument here; the other arguments are as for
-        :meth:`generate`.
-        """
-        return loop.decoding_method(self.plans, streamer, mode, compilers_of(compile))

@@ -1,9 +1,8 @@
 """The generation loop: every step turns the whole context into a change of weights for its token.
 
 transformers chooses the tokens and ends the rows, with its generation configuration, logits
-processors, stopping criteria and streamers. The loop is an iterator of steps
-(:meth:`icl_patch.ContextPatcher.generate`), or a decoding method for
-``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
+processors, stopping criteria and streamers. Its ``generate`` prepares them and runs the loop, an
+iterator of steps, as its ``custom_generate``.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -21,7 +20,6 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.generation.compiled_step import (
@@ -216,36 +214,6 @@ def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
         for name in ("max_length", "max_new_tokens")
     ]
     return arguments.get("max_length") is None and all(length is None for length in lengths)
-
-
-def decoding_method(
-    plans: StepPlans, streamer: BaseStreamer | None, mode: str, compilers: Collection[str]
-) -> Callable[..., Any]:
-    """See :meth:`icl_patch.ContextPatcher.decoding_method`."""
-
-    def decode(model: PreTrainedModel, input_ids: Tensor, **others: Any) -> Any:
-        if model is not plans.attached.model:
-            raise ValueError(
-                "expected the model that the patcher is attached to, got another"
-                f" {type(model).__name__}"
-            )
-        plans.attached.require_attached()
-        config = others["generation_config"]
-        in_dict = config.return_dict_in_generate
-        outputs: dict[str, Any] = {
-            name: ()
-            for name in ("scores", "logits")
-            if in_dict and getattr(config, f"output_{name}")
-        }
-        sequences = [input_ids]
-        for step in _steps(plans, mode, compilers, streamer, model, input_ids, **others):
-            sequences.append(step.token_ids.unsqueeze(1))
-            for name in outputs:
-                outputs[name] += (getattr(step, name).float(),)
-        found: Any = torch.cat(sequences, 1)
-        return GenerateDecoderOnlyOutput(sequences=found, **outputs) if in_dict else found
-
-    return decode
 
 
 def _steps(*arguments: Any, **prepared: Any) -> Iterator[GenerationStep]:

@@ -155,7 +155,7 @@ def test_generation_under_autocast(family: str, update: str, mode: str) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 expected = model.generate(ids, **arguments).logits
                 steps = list(patcher.generate(ids, **settings))
-                with pytest.raises(ValueError, match="does not cover .*autocast"):
+                with pytest.raises(ValueError, match=r"does not cover .*autocast"):
                     next(patcher.generate(ids, compile=True, **settings))
             again = list(patcher.generate(ids, **settings))
         for step, logits, after, exact in zip(steps, expected, again, plain, strict=True):

@@ -1,8 +1,5 @@
-"""The loop inside ``model.generate``, patched modules in other loops, and one patch applied to
-every step.
-"""
+"""Patched modules in other loops, and one patch applied to every step."""
 
-import gc
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +9,6 @@ import torch
 from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit
 from support.patchers import IDS, KEPT, Snapshot
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 
@@ -29,117 +24,10 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the repository's examples")
-@pytest.mark.parametrize("name", ["custom_generate", "own_loop", "static_patch"])
+@pytest.mark.parametrize("name", ["own_loop", "static_patch"])
 def test_examples_say_that_they_hold(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example(name).main(*([[]] if name == "custom_generate" else []))
+    assert example(name).main()
     assert capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("family", "update", "mode"),
-    [
-        ("gemma3", "stable", "auto"),
-        ("llama", "direct", "two_stream"),
-        ("gemma3", "exact", "two_pass"),
-    ],
-)
-def test_generate_with_our_decoding_method(family: str, update: str, mode: str) -> None:
-    """The same call with and without it: the same sequences, and as many scores and logits, of the
-    same size.
-    """
-    model, ids, mask = build(family), tokens(3, 3, 9), ragged(3, 9, side="left")
-    arguments = {
-        "max_new_tokens": 6,
-        "do_sample": True,
-        "top_k": 9,
-        "num_return_sequences": 2,
-        "pad_token_id": 0,
-        "eos_token_id": 11,
-    }
-    arguments |= {
-        "attention_mask": mask.long(),
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-    }
-    torch.manual_seed(0)
-    expected = model.generate(ids, **arguments)
-    before, limit = Snapshot(model), noise_limit(model)
-    with ContextPatcher(model, update) as patcher:
-        torch.manual_seed(0)
-        said = model.generate(ids, **arguments, custom_generate=patcher.decoding_method(mode=mode))
-        plain = model.generate(
-            ids, max_new_tokens=2, pad_token_id=0, custom_generate=patcher.decoding_method()
-        )
-    assert isinstance(plain, Tensor)
-    assert torch.equal(said.sequences, expected.sequences)
-    for one, other in ((said.scores, expected.scores), (said.logits, expected.logits)):
-        assert len(one) == len(other)
-        live = torch.ones(6, dtype=torch.bool)
-        for step, (ours, theirs) in enumerate(zip(one, other, strict=True)):
-            assert ours.shape == theirs.shape
-            finite = theirs.isfinite() & live.unsqueeze(1)
-            assert torch.equal(ours.isfinite() & live.unsqueeze(1), finite)
-            assert (ours - theirs)[finite].abs().max() <= limit * theirs[finite].abs().max()
-            live &= expected.sequences[:, 9 + step] != 11
-    before.check(model)
-
-
-class _Counter(BaseStreamer):
-    """How many tensors as wide as the vocabulary there are, at every token."""
-
-    def __init__(self, width: int) -> None:
-        self.width, self.counts = width, []
-
-    def put(self, _value: Tensor) -> None:
-        self.counts.append(
-            sum(
-                type(x) is Tensor and x.dim() == 2 and x.shape[1] == self.width
-                for x in gc.get_objects()
-            )
-        )
-
-    def end(self) -> None:
-        pass
-
-
-def test_what_was_not_asked_for_is_not_kept() -> None:
-    model = build("llama", vocab_size=101)
-    with ContextPatcher(model, "stable") as patcher:
-        counter = _Counter(101)
-        model.generate(
-            IDS,
-            max_new_tokens=9,
-            eos_token_id=None,
-            custom_generate=patcher.decoding_method(streamer=counter),
-        )
-    assert max(counter.counts[2:]) <= counter.counts[2]
-
-
-def test_the_decoding_method_in_each_mode() -> None:
-    """Its logits are those of :meth:`ContextPatcher.generate`, bit for bit."""
-    model, ids = build("llama"), tokens(3, 3, 40)
-    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    outputs = {"return_dict_in_generate": True, "output_logits": True}
-    chosen = {}
-    with ContextPatcher(model) as patcher:
-        for mode in ("two_pass", "shared_cache"):
-            method = patcher.decoding_method(mode=mode)
-            said = model.generate(ids, **arguments, **outputs, custom_generate=method)
-            steps = patcher.generate(ids, mode=mode, **arguments)
-            for logits, step in zip(said.logits, steps, strict=True):
-                assert torch.equal(logits, step.logits)
-            chosen[mode] = torch.stack(said.logits)
-        assert not torch.equal(chosen["two_pass"], chosen["shared_cache"])
-
-
-def test_the_decoding_method_of_another_model() -> None:
-    with ContextPatcher(build("llama"), "stable") as patcher:
-        method = patcher.decoding_method()
-        with pytest.raises(ValueError, match="expected the model that the patcher is attached to"):
-            build("llama", 1).generate(IDS, max_new_tokens=2, custom_generate=method)
-    with pytest.raises(ValueError, match="detached"):
-        patcher.model.generate(IDS, max_new_tokens=2, custom_generate=method)
 
 
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])

@@ -47,10 +47,7 @@ def test_generates_as_the_model_with_its_images(kind: str, batch: str) -> None:
                     assert replay_error(patcher, step).max() <= limit, (update, mode)
                     assert step.mode == mode
                 tokens = torch.stack([step.token_ids for step in steps], 1)
-                method = patcher.decoding_method(mode=mode)
-                whole = model.generate(**inputs, **GREEDY, custom_generate=method)
                 assert torch.equal(tokens, own.sequences[:, inputs["input_ids"].shape[1] :]), mode
-                assert torch.equal(whole, own.sequences), (update, mode)
 
 
 @pytest.mark.parametrize("mode", ["two_stream", "shared_cache"])

@@ -394,7 +394,7 @@ BAD_ARGUMENTS = {
         {"context_mask": torch.tensor([[False] * 5, [True] * 5])},
         "every row of context_ids, row 0 has none",
     ),
-    "a mask alone": ({"prefix_mask": HOLE}, "prefix_mask \(2, 0\)"),
+    "a mask alone": ({"prefix_mask": HOLE}, r"prefix_mask \(2, 0\)"),
     "no span": ({"absorbed": []}, "at least one absorbed span"),
     "a span too long": (
         {"absorbed": [(3, 6)]},
