@@ -69,8 +69,8 @@ from icl_patch.bench.cases.models import (
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.timing import Call, ceiling
 from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_state import DecodeMode, DecodeState
-from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.generation.decode_step import DecodeState, decode_one_token, prefill
+from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.invariance.arithmetic import reason_against
 from icl_patch.recording.sequences import absorb_all_but_last
 

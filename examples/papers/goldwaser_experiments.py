@@ -323,7 +323,14 @@ def measure(
             patch = attached.compute_from(cache, sequences).patch
             for name, variant in variants.items():
                 errors[name].append(errors_of(variant(patcher, plain, patch), logits))
-            sequences = sequences.advanced(tokens)
+            sequences = replace(
+                sequences,
+                head_ids=sequences.ids,
+                head_mask=sequences.mask,
+                head_absorbed=torch.nn.functional.pad(sequences.head_absorbed, (0, 1), value=True),
+                tail_ids=tokens.unsqueeze(1),
+                tail_mask=torch.ones_like(sequences.tail_mask),
+            )
     return {name: torch.stack(found, 1)[run.counted] for name, found in errors.items()}
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass
-from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.generation.plans import StepPlans
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.layers.device_hooks import is_aligned

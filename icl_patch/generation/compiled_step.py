@@ -11,8 +11,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.decode_state import DecodeState, RunStep, StepInputs, StepOutput
-from icl_patch.generation.one_pass import DecodeStep
+from icl_patch.generation.decode_step import DecodeState
+from icl_patch.generation.one_pass import DecodeStep, RunStep, StepInputs, StepOutput
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.device_hooks import input_device, is_aligned

@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import Cache
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.decode_state import (
+from icl_patch.generation.one_pass import (
     DecodeMode,
-    DecodeState,
+    DecodeStep,
+    OnePass,
+    RunStep,
     StepInputs,
     StepOutput,
-    sequences_of,
 )
-from icl_patch.generation.one_pass import DecodeStep, OnePass
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
@@ -35,6 +35,62 @@ from icl_patch.recording.hooks import paths_of
 from icl_patch.recording.passes import Computation, close_on
 from icl_patch.recording.patch_assembly import layers_of_all, report_of_all, scales_of
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
+
+
+@dataclass(eq=False)
+class DecodeState:
+    """A growing context: its tokens, its cache, and how its steps run.
+
+    Attributes:
+        attached: the model. mode: how the steps run.
+        inputs: which token is the current one; the only owner of the position.
+        run: a step of one pass on ``inputs``, eager, compiled or captured; None in two passes.
+        ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
+            hold tokens.
+        live: (B, 1) bool, the rows that still generate. The others get no patch.
+        fingerprint: of the weights at the start.
+        fill: runs the model on a head; returns a new cache with the rows of a step. None unless
+            the rotary factors change at some length (LongRoPE).
+        media: positions of the context with its images (M-RoPE).
+    """
+
+    attached: AttachedModel
+    mode: DecodeMode
+    inputs: StepInputs
+    run: RunStep | None
+    ids: Tensor
+    context_mask: Tensor
+    live: Tensor
+    fingerprint: str
+    fill: Callable[[Sequences], Cache] | None
+    media: MediaPositions | None
+
+    @property
+    def steps(self) -> int:
+        """The number of steps taken."""
+        return 1 + self.inputs.length - self.context_mask.shape[1]
+
+    def advance(self, token_ids: Tensor) -> None:
+        """Make ``token_ids`` (B,) the current token; the one before joins the context."""
+        self.ids[:, self.inputs.length] = token_ids
+        self.inputs.advance(token_ids)
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, S), the context so far, including the current token."""
+        return self.ids[:, : self.inputs.length]
+
+    def sequences(self) -> Sequences:
+        """The tokens so far: all but the current one absorbed."""
+        return sequences_of(self.tokens, self.context_mask, self.media)
+
+
+def sequences_of(ids: Tensor, context_mask: Tensor, media: MediaPositions | None) -> Sequences:
+    """Tokens (B, S) that began with a context of mask (B, C), and perhaps with images: all but the
+    last one absorbed.
+    """
+    mask = F.pad(context_mask, (0, ids.shape[1] - context_mask.shape[1]), value=True)
+    return replace(absorb_all_but_last(ids, mask), media=media)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,8 @@ from icl_patch.errors import (
     SlowerStepsWarning,
     UnsupportedModelError,
 )
-from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.one_pass import OnePass
+from icl_patch.generation.one_pass import DecodeMode, OnePass
 from icl_patch.invariance.arithmetic import reason_against
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.experts import PatchedScaledExperts
@@ -51,8 +50,8 @@ class StepPlans:
 
     attached: AttachedModel
     compiled: dict[Any, Any] = field(default_factory=dict)
-    # with what the model ran then; the reason in place of a plan that it does not allow
-    _tried: dict[DecodeMode, tuple[list[Any], OnePass | str]] = field(default_factory=dict)
+    # by mode and what the model ran; the reason in place of a plan that it does not allow
+    _tried: dict[tuple[Any, ...], OnePass | str] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Forget everything about the model."""
@@ -123,19 +122,15 @@ class StepPlans:
                 f" both streams: there are some on {paths_of(hooked)}"
             )
         attached.ranks.shared(lambda: _check_batch_invariance(attached, mode))
-        runs, tried = what_runs(attached.model), self._tried.get(mode)
-        if attached.ranks.any(tried is None or tried[0] != runs):
-            tried = None
-        if tried is None:
-            self._tried.pop(mode, None)
+        key = (mode, *what_runs(attached.model))
+        if attached.ranks.any(key not in self._tried):
             try:
-                tried = runs, self._try(mode)
+                self._tried[key] = self._try(mode)
             except UnsupportedModelError as error:
-                tried = runs, str(error)
-            self._tried[mode] = tried
-        if isinstance(tried[1], str):
-            raise UnsupportedModelError(tried[1])
-        return tried[1]
+                self._tried[key] = str(error)
+        if isinstance(plan := self._tried[key], str):
+            raise UnsupportedModelError(plan)
+        return plan
 
     def _try(self, mode: DecodeMode) -> OnePass:
         """A plan of one pass, whose steps on random tokens are their replays."""

@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.decode_state import StepOutput
 from icl_patch.generation.graph_partition import in_regions
-from icl_patch.generation.one_pass import DecodeStep
+from icl_patch.generation.one_pass import DecodeStep, StepOutput
 
 
 class _NoHostReads(TorchFunctionMode):

@@ -19,7 +19,7 @@ from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block
-from icl_patch.models.forward import call, counts_slots, takes_positions
+from icl_patch.models.forward import call, counts_slots
 from icl_patch.models.language_model import random_tokens, text_config
 from icl_patch.models.pipeline import stage_of
 from icl_patch.models.positions import first_position
@@ -270,14 +270,9 @@ class SelfCheck:
 
     def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
         """Why kept tokens alone are others than with the context hidden, None if they are not."""
-        hidden, limit = ~self._live.squeeze(1), 1.0
-        if not takes_positions(self._model):
-            # it may count its cache instead; the error can be as small as that of bf16
-            split, _ = self._forward(self._sequences.positions, split=True)
-            noise = _error(split[~hidden], logits[~hidden])
-            limit = max(4 * noise, 8 * torch.finfo(logits.dtype).eps)
+        hidden = ~self._live.squeeze(1)
         pairs = zip(alone[hidden].flatten(0, 1), logits[hidden].flatten(0, 1), strict=True)
-        near = [_near(x, y, limit) for x, y in pairs]
+        near = [_near(x, y) for x, y in pairs]
         # in half precision rounding may choose other experts for some tokens, or change them more
         # in another way; a wrong mask changes all of them
         if all(near) or (_has_few_bits(self._model) and 2 * sum(near) >= len(near)):
@@ -322,17 +317,11 @@ def _has_few_bits(model: PreTrainedModel) -> bool:
     return torch.finfo(model.dtype).eps > 1e-4
 
 
-def _near(logits: Tensor, expected: Tensor, limit: float = 1.0) -> bool:
-    return _error(logits, expected) <= min(limit, rounding_limit(expected.dtype))
-
-
-def _error(logits: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest logit."""
-    off = torch.where(logits.isnan() & expected.isnan(), 0, logits - expected)
-    return float(
-        off.abs().max()
-        / expected.nan_to_num().abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-    )
+def _near(logits: Tensor, expected: Tensor) -> bool:
+    """Whether the largest difference, relative to the largest logit, may be rounding."""
+    off = torch.where(logits.isnan() & expected.isnan(), 0, logits - expected).abs().max()
+    size = expected.nan_to_num().abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    return bool(off / size <= min(1.0, rounding_limit(expected.dtype)))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

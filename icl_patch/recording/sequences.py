@@ -91,22 +91,6 @@ class Sequences:
         """(T,) the kept tokens' slots in the whole sequence."""
         return self.head_ids.shape[1] + self.kept_columns
 
-    def advanced(self, token_ids: Tensor) -> "Sequences":
-        """The sequences one token later: the tail, one token, joins the absorbed head, and
-        ``token_ids`` (B,) are the new tail.
-        """
-        assert self.tail_ids.shape[1] == 1
-        everything = torch.ones_like(self.tail_mask)
-        return Sequences(
-            head_ids=torch.cat([self.head_ids, self.tail_ids], 1),
-            head_mask=torch.cat([self.head_mask, everything], 1),
-            head_absorbed=torch.cat([self.head_absorbed, everything], 1),
-            tail_ids=token_ids.unsqueeze(1),
-            tail_mask=everything,
-            tail_absorbed=self.tail_absorbed,
-            media=self.media,
-        )
-
 
 def with_media(
     model: PreTrainedModel, sequences: Sequences, model_inputs: Mapping[str, Any]
@@ -134,14 +118,9 @@ def either(name: str, value: Any, alias: str, other: Any) -> Any:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless the argument ``name`` is a tensor, and ValueError if the tensor is
-    sparse or without values.
-    """
+    """Raises TypeError unless the argument ``name`` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"expected {name} as a tensor, got {type(value).__name__}")
-    if value.layout != torch.strided or value.is_meta:
-        got = "on the device meta" if value.is_meta else f"{value.layout}: use to_dense()"
-        raise ValueError(f"expected {name} as a dense tensor with values, got one {got}")
 
 
 def _as_batch(

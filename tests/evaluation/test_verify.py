@@ -22,8 +22,7 @@ from icl_patch.evaluation import demo, exact_steps, tiny_models
 from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
-from icl_patch.generation.decode_state import DecodeState
-from icl_patch.generation.decode_step import DecodeResult, decode_one_token
+from icl_patch.generation.decode_step import DecodeResult, DecodeState, decode_one_token
 from icl_patch.recording import decode_recorder, updates
 from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit

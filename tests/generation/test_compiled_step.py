@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from icl_patch import ContextPatcher, ControllabilityError, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation import compiled_step, graph_partition, traced_step
-from icl_patch.generation.decode_state import StepOutput
 from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation.one_pass import StepOutput
 
 
 @pytest.fixture(autouse=True)

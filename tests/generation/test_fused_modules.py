@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation import traced_step
-from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.fused_modules import FusedModule, fused_modules
+from icl_patch.generation.one_pass import DecodeMode
 
 LAYERS = 4
 # Of a block: norms, norms that tell the recorder, gated products; and the model's last norm.

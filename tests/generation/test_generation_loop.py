@@ -29,9 +29,9 @@ from transformers.generation.streamers import BaseStreamer
 from icl_patch import ContextPatcher, ControllabilityError, metrics
 from icl_patch.evaluation import embedded
 from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_state import DecodeMode, StepInputs
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation.one_pass import DecodeMode, StepInputs
 from icl_patch.models import kv_cache
 
 MASK = ragged(3, 9, side="left")

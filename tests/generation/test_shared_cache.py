@@ -17,8 +17,8 @@ from support.patchers import IDS, Snapshot, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.errors import SlowerStepsWarning
-from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
+from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.generation.shared_cache import SharedCacheStreams
 
 COVERED = (

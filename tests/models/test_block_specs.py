@@ -23,8 +23,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
+from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Writer
 

@@ -11,7 +11,7 @@ from support.storages import largest_of
 
 from icl_patch import ContextPatcher, metrics, ops
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.patched_module import Mode
 from icl_patch.layers.router import PatchedRouter

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from icl_patch import ContextPatcher
-from icl_patch.generation.decode_state import DecodeMode, DecodeState
-from icl_patch.generation.decode_step import prefill
+from icl_patch.generation.decode_step import DecodeState, prefill
+from icl_patch.generation.one_pass import DecodeMode
 
 
 def prefilled(

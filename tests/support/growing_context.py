@@ -1,11 +1,13 @@
 """A context that grows by a token a step, each step with a patch of everything before it."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from icl_patch import ContextPatcher
 from icl_patch.recording.passes import Computation
-from icl_patch.recording.sequences import absorb_all_but_last, check_context, switches
+from icl_patch.recording.sequences import Sequences, absorb_all_but_last, check_context, switches
 
 
 class GrowingContext:
@@ -28,4 +30,19 @@ class GrowingContext:
 
     def append(self, token_ids: Tensor) -> None:
         """Make ``token_ids`` (B,) the current token."""
-        self.sequences = self.sequences.advanced(token_ids)
+        self.sequences = advanced(self.sequences, token_ids)
+
+
+def advanced(sequences: Sequences, token_ids: Tensor) -> Sequences:
+    """The sequences one token later: the tail, one token, joins the absorbed head, and
+    ``token_ids`` (B,) are the new tail.
+    """
+    everything = torch.ones_like(sequences.tail_mask)
+    return replace(
+        sequences,
+        head_ids=sequences.ids,
+        head_mask=sequences.mask,
+        head_absorbed=torch.cat([sequences.head_absorbed, everything], 1),
+        tail_ids=token_ids.unsqueeze(1),
+        tail_mask=everything,
+    )
