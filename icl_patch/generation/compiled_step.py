@@ -5,10 +5,9 @@ The step reads and writes fixed buffers, so it serves later tokens and later con
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_step import DecodeState
@@ -18,7 +17,6 @@ from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.models import kv_cache
-from icl_patch.models.forward_override import what_runs
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel
 
@@ -35,7 +33,7 @@ def compilers_of(compile: bool | str) -> Collection[str]:
     Raises:
         ValueError: there is no such compiler.
     """
-    names = {True: COMPILE[0], False: ""}.get(compile, compile)
+    names = COMPILE[0] if compile is True else compile or ""
     if names not in ("", *COMPILE):
         expected = ", ".join(map(repr, COMPILE))
         raise ValueError(f"expected compile True, False, {expected}, got {compile!r}")
@@ -139,12 +137,6 @@ def bucketed_capacity(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _traced_objects(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Everything that a trace of the model depends on: its code and its weights' addresses."""
-    weights = (*model.parameters(), *model.buffers())
-    return (*(x.data_ptr() for x in weights), *what_runs(model))
-
-
 def check_compilable(attached: AttachedModel, compilers: Collection[str]) -> None:
     """Raises UnsupportedModelError unless a step of the model can go through the compilers."""
     model, blocks, exact = attached.model, attached.blocks, attached.update == "exact"
@@ -179,15 +171,11 @@ def use_compiled_step(
     contexts.
     """
     attached, compiled = plans.attached, plans.compiled
-    capacity = bucketed_capacity(state.ids.shape[1])
-    key = (
-        len(state.ids),
-        capacity,
-        state.mode,
-        compilers,
-        state.inputs.current.device,
-        _traced_objects(attached.model),
-    )
+    assert isinstance(state.run, DecodeStep)
+    capacity, model = bucketed_capacity(state.ids.shape[1]), attached.model
+    # a trace depends on the model's code, of which the plan is, and on its weights' addresses
+    weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
+    key = (state.run.plan, len(state.ids), capacity, compilers, *weights)
     step = compiled.pop(key, None)
     if step is None:
         step = CompiledStep(state, capacity, compilers)

@@ -4,8 +4,7 @@ Tracing records the operators of one step as it runs; hooks, contexts and the mo
 leave nothing else. A model cannot be traced if its code reads a tensor's numbers on the host.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +54,14 @@ class TracedStep:
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
-        if self._graph is None:
-            with self._naming_the_model():
-                tensors = iter(self._first_run())
-        else:
-            tensors = iter(self._graph())
+        try:
+            tensors = iter(self._first_run() if self._graph is None else self._graph())
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as cause:  # also an error of the model's own code
+            name = type(self._step.plan.attached.model).__name__
+            reason = str(cause).partition("\n")[0]
+            raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
         leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
         output: StepOutput = tree_unflatten(leaves, self._tree)
         return output
@@ -93,17 +95,6 @@ class TracedStep:
                 )
         self._graph = graph
         return tensors
-
-    @contextmanager
-    def _naming_the_model(self) -> Iterator[None]:
-        try:
-            yield
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as cause:  # also an error of the model's own code
-            name = type(self._step.plan.attached.model).__name__
-            reason = str(cause).partition("\n")[0]
-            raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
 
 
 def _free_tensors(output: StepOutput, tensors: Sequence[Tensor]) -> frozenset[int]:
