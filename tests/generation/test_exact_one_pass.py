@@ -9,7 +9,6 @@ import pytest
 import torch
 from support import realistic_weights
 from support.models import build, ragged, shallow, tokens
-from support.numeric import replay_error
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -209,31 +208,3 @@ def test_autocast_changes_neither_steps_nor_replays() -> None:
                 assert torch.equal(step.logits, other.logits)
                 replayed = patcher.forward(step.patch.kept_ids, step.patch)
                 assert torch.equal(replayed[:, -1], step.logits)
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2", "olmo2", "opt-post-norm"])
-def test_six_hundred_steps_replay_in_another_process(
-    family: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """10,800 steps over all families and dtypes, and the files of them all."""
-    model = tiny_models.build(family, 2, dtype, max_position_embeddings=256)
-    model.save_pretrained(tmp_path / "model")
-    logits, count = {}, 0
-    with ContextPatcher(model) as patcher:
-        for seed in range(2):
-            ids = tokens(seed, 3, 5 + 30 * seed)
-            torch.manual_seed(seed)
-            for step in patcher.generate(
-                ids, max_new_tokens=100, do_sample=True, eos_token_id=None
-            ):
-                assert step.patch.report is not None
-                assert not replay_error(patcher, step).any() and not step.patch.report.misses.any()
-                assert step.patch.info.arithmetic == BATCH_INVARIANT
-                count += len(step.token_ids)
-                step.patch.save(tmp_path / f"{count}.safetensors")
-                logits[f"{count}"] = step.logits
-    assert count == 600
-    torch.save(logits, tmp_path / "logits.pt")
-    _replay_in_another_process(tmp_path)

@@ -4,13 +4,12 @@ with them is the step without.
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.generation import prefilled
-from support.models import ragged, shallow, tokens
+from support.models import shallow, tokens
 from support.numeric import UNIT, noise_limit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,45 +81,6 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
             made, expected = fused(x), fused.module(x)
             assert made.dtype == expected.dtype
             assert metrics.linf(made, expected).max() <= ROUNDINGS[dtype] * UNIT[dtype]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "olmo2", "cohere2"])
-@pytest.mark.parametrize("mode", ["two_stream", "auto"], ids=["two streams", "auto"])
-def test_a_step_is_the_same_without(family: str, mode: str) -> None:
-    model, ids = shallow(family), tokens(0, 3, 9) % tiny_models.VOCABULARY
-    arguments: dict = {
-        "context_mask": ragged(3, 9, side="left"),
-        "max_new_tokens": 3,
-        "eos_token_id": None,
-        "mode": mode,
-    }
-    ran: list[nn.Module] = []
-    limit = noise_limit(model)
-
-    def watched(module: FusedModule) -> FusedModule:
-        return replace(module, run=lambda x: (ran.append(module.module), module.run(x))[1])
-
-    with ContextPatcher(model, "stable") as patcher:
-        plan = patcher.plans.choose(mode)
-        plan.fused = [watched(module) for module in plan.fused]
-        fused = list(patcher.generate(ids, **arguments))
-        patches = [step.patch for step in fused]
-        assert Counter(ran) == Counter({module.module: 3 for module in plan.fused})
-        plan.fused = []
-        plain = list(patcher.generate(ids, **arguments))
-        for step, other, patch in zip(fused, plain, patches, strict=True):
-            assert metrics.linf(step.logits, other.logits).max() <= limit
-            assert (
-                metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits).max()
-                <= limit
-            )
-            for layer, factors in zip(patch.layers, other.patch.layers, strict=True):
-                assert layer.keys() == factors.keys()
-                assert all(
-                    metrics.linf(layer[name], factors[name]).max() <= limit
-                    for name in layer
-                    if name.endswith((".u", ".v"))
-                )
 
 
 class _Counted(TorchDispatchMode):

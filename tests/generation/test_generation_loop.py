@@ -415,20 +415,6 @@ def test_inside_and_outside_of_inference_mode(update: str, mode: str) -> None:
         assert torch.equal(step.logits, other.logits)
 
 
-def test_room_is_made_as_it_is_needed() -> None:
-    """For a reply that may be long, and is not."""
-    dynamic = DynamicLayer()
-    dynamic.update(*torch.randn(2, 1, 2, 5, 4).unbind())
-    reserved, places = kv_cache.ReservedLayer(dynamic, 100_000), set()
-    for _ in range(2000):
-        new = torch.randn(2, 1, 2, 1, 4).unbind()
-        made, expected = reserved.update(*new), dynamic.update(*new)
-        assert made[0].untyped_storage().nbytes() <= 1.25 * expected[0].nbytes + 256 * 2 * 4 * 4
-        places.add(made[0].data_ptr())
-    assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
-    assert len(places) <= 8
-
-
 def test_a_reserved_layer_is_a_dynamic_one_that_does_not_move() -> None:
     """Through appending, cropping, choosing rows, and past its room."""
     dynamic = DynamicLayer()

@@ -4,8 +4,6 @@ stream would be noticed.
 
 import gc
 import re
-import sys
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from support.numeric import noise_limit, replay_error, replay_limit
 from support.patchers import IDS, Snapshot, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
-from icl_patch.errors import SlowerStepsWarning
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.generation.shared_cache import SharedCacheStreams
@@ -130,33 +127,6 @@ def test_the_trial_notices_a_wrong_stream(
     before.check(model)
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp.experts", "mlp.gate"])
-def test_a_hook_that_is_put_there_later(name: str) -> None:
-    """Steps take two passes: what a hook does to both streams, the writers cannot know of."""
-    model = shallow("mixtral")
-    with ContextPatcher(model, "stable") as patcher:
-        arguments: dict = {
-            "max_new_tokens": 2,
-            "mode": "auto",
-            "eos_token_id": None,
-        }
-        assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
-        module = model.model.layers[0].get_submodule(name)
-        scaled = (
-            (lambda out: (out[0], 1.5 * out[1], out[2]))
-            if name == "mlp.gate"
-            else (lambda out: 1.5 * out)
-        )
-        hook = module.register_forward_hook(lambda _module, _args, out: scaled(out))
-        with pytest.warns(SlowerStepsWarning, match=f"forward hooks.*layers.0.{name}"):
-            steps = list(patcher.generate(IDS, **arguments))
-        assert {step.mode for step in steps} == {"two_pass"}
-        for step in steps:
-            assert replay_error(patcher, step).max() <= replay_limit(patcher, step.patch)
-        hook.remove()
-        assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
-
-
 def test_something_between_attention_and_its_projection_is_refused() -> None:
     model = build("llama")
     attention = model.model.layers[2].self_attn
@@ -204,44 +174,3 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
         assert cache == batch * 42 * 2 * 2 * 128 * 2 * 4
         beyond = held() - before - cache - decoded.logits.untyped_storage().nbytes()
     assert beyond <= 0.01 * parameters, (beyond, parameters)
-
-
-def test_an_interrupt_before_the_model_runs_leaves_no_forward() -> None:
-    """At each of our calls, and of contextlib's, while a step replaces the forwards."""
-    model = build("llama")
-    places = "contextlib.py", "forward_override.py", "shared_cache.py", "one_pass.py"
-    calls, at, ran = 0, 0, False
-    embedding: Any = model.model.embed_tokens
-    forward = embedding.forward
-
-    def embedded(*args: Any) -> torch.Tensor:
-        sys.setprofile(None)
-        return forward(*args)
-
-    embedding.forward = embedded
-
-    def interrupt(frame: FrameType, event: str, _: object) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.endswith(places)
-        if calls == at:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    with ContextPatcher(model, "stable") as patcher:
-
-        def generated(interrupted: bool = False) -> list[int]:
-            steps = patcher.generate(IDS, max_new_tokens=2, mode="shared_cache")
-            if interrupted:
-                sys.setprofile(interrupt)
-            return [token for step in steps for token in step.token_ids.tolist()]
-
-        before = [vars(module).get("forward") for module in model.modules()]
-        expected = generated()
-        while not ran:
-            calls, at = 0, at + 1
-            try:
-                generated(interrupted=True)
-                ran = True
-            except KeyboardInterrupt:
-                assert [vars(module).get("forward") for module in model.modules()] == before, at
-        assert at > 20 and generated() == expected

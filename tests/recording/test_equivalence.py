@@ -130,17 +130,6 @@ def test_a_multiplier_is_measured(
     assert specs == {0.22}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
-def test_reduced_stream_equals_replay(update: str, family: str) -> None:
-    model, inputs = build(family, 1), case("prefix", 1)
-    with ContextPatcher(model, update) as patcher:
-        computed = patcher.attached_model.compute(assemble(**inputs))
-        logits = replayed(patcher, computed.patch)
-    mask = computed.patch.kept_mask
-    assert torch.equal(computed.reduced_logits[mask], logits[mask])
-
-
 def _gpt_neo() -> nn.Module:
     """With windows that count its cache, longer ones than attaching tries."""
     kinds = {

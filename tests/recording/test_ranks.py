@@ -53,7 +53,10 @@ def test_two_ranks(tmp_path: Path) -> None:
         ("RankError", "expected the call to be the same on all ranks, got forward on rank 0"),
         ("ControllabilityError", "model.layers.3, row 0, kept token 0: the input h of mlp.down"),
         ("ControllabilityError", "model.layers.3, row 0, kept token 0: the input h of mlp.down"),
-        ("UnsupportedModelError", "compile does not cover Gemma3ForCausalLM split over processes"),
+        (
+            "UnsupportedModelError",
+            "compile does not cover Gemma3ForCausalLM: models split over processes",
+        ),
         ("ValueError", "expected an attached patcher, this one has been detached (on rank 0)"),
     ]
     assert len(second) == len(refusals) + 1 and second[-1] == "ends"

@@ -2,7 +2,6 @@
 way leaves the others free.
 """
 
-import asyncio
 import gc
 import inspect
 import threading
@@ -158,25 +157,6 @@ def test_a_model_that_keeps_a_state_in_its_modules(name: str, pool: ThreadPoolEx
             assert near(found[1], expected[second])
 
 
-def test_two_threads_attach(pool: ThreadPoolExecutor) -> None:
-    """One does; the other is told why it cannot."""
-    model, stop = stopping_model()
-    before = Snapshot(model)
-    second: list[ContextPatcher] = []
-
-    def attach() -> None:
-        with pytest.raises(
-            ValueError, match=r"detach the other patcher first, or call icl_patch\.detach\(model\)"
-        ):
-            second.append(ContextPatcher(model))
-
-    patcher, _ = in_the_middle(pool, stop, lambda: ContextPatcher(model), attach)
-    assert not second
-    works(patcher)
-    patcher.detach()
-    before.check(model)
-
-
 def test_detaching_waits_for_a_pass(pool: ThreadPoolExecutor) -> None:
     model, stop = stopping_model()
     before = Snapshot(model)
@@ -263,35 +243,6 @@ def test_an_applied_patch_is_applied_for_all_threads(pool: ThreadPoolExecutor) -
             with pytest.raises(ValueError, match=r"leave the `with patcher\.applied"):
                 pool.submit(patcher.forward, KEPT, patch).result(60)
         assert near(pool.submit(lambda: model(IDS).logits.detach()).result(60), plain)
-
-
-def test_tasks_of_one_thread_take_turns_by_steps() -> None:
-    model, _ = stopping_model()
-    with ContextPatcher(model, "stable") as patcher, torch.no_grad():
-        jobs = jobs_of(patcher)
-        expected = {name: job() for name, job in jobs.items()}
-        arguments: dict = {"max_new_tokens": 5, "eos_token_id": None}
-        said = {
-            seed: [step.logits for step in patcher.generate(tokens(seed, 2, 6), **arguments)]
-            for seed in (0, 2)
-        }
-
-        async def generate(seed: int) -> None:
-            for step, logits in zip(
-                patcher.generate(tokens(seed, 2, 6), **arguments), said[seed], strict=True
-            ):
-                assert torch.equal(step.logits, logits)
-                await asyncio.sleep(0)
-
-        async def do(name: str) -> None:
-            for _ in range(3):
-                assert near(jobs[name](), expected[name])
-                await asyncio.sleep(0)
-
-        async def everything() -> None:
-            await asyncio.gather(*map(generate, said), *map(do, jobs))
-
-        asyncio.run(everything())
 
 
 def test_gradients_through_an_attached_model(pool: ThreadPoolExecutor) -> None:
