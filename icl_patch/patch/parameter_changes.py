@@ -30,11 +30,6 @@ class ParameterChange:
     index: Tensor | None = None
     transposed: bool = False
 
-    @property
-    def is_scale(self) -> bool:
-        """Whether it changes the scale of a norm."""
-        return self.v is None and self.index is None and self.parameter == "weight"
-
     def size(self) -> Tensor:
         """``‖u‖ ‖v‖``, ``‖Δb‖`` or ``‖Δm‖``: (B, T)."""
         u, v = self.in_slots()

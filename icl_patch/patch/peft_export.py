@@ -17,27 +17,11 @@ _PREFIX = "base_model.model."
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def padded_rank(rank: int) -> int:
-    """The smallest rank that vLLM allows and that is not below ``rank``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for allowed in _RANKS:
-        if rank <= allowed:
-            return allowed
-    raise ValueError(
-        f"expected a rank of at most {_RANKS[-1]}, the most that vLLM loads, got {rank}: truncate"
-        " the patch first"
-    )
-
-
 def write_peft(
     folder: str | os.PathLike[str],
     factors: Mapping[str, tuple[Tensor, Tensor]],
     model: str,
     transposed: Collection[bool],
-    scales: Mapping[str, Tensor] | None = None,
 ) -> int:
     """Write changes ``ΔW = Σ_r u_r v_rᵀ`` as ``lora_B = uᵀ`` and ``lora_A = v``, padded to one rank
     r, with ``lora_alpha = r``; each of the two files appears whole or not at all.
@@ -48,7 +32,6 @@ def write_peft(
         model: the name of the base model.
         transposed: whether the modules store their weights as (in, out), as Conv1D does: one value
             if all agree.
-        scales: path of a norm in the model -> its whole new weight, for ``modules_to_save``.
 
     Returns:
         r.
@@ -61,7 +44,13 @@ def write_peft(
             "expected modules that all store their weights as (in, out), or none of them, got both:"
             " a LoRA has one fan_in_fan_out"
         )
-    rank = padded_rank(max(len(u) for u, _ in factors.values()))
+    own = max(len(u) for u, _ in factors.values())
+    rank = next((allowed for allowed in _RANKS if own <= allowed), None)
+    if rank is None:
+        raise ValueError(
+            f"expected a rank of at most {_RANKS[-1]}, the most that vLLM loads, got {own}: truncate"
+            " the patch first"
+        )
     tensors = {}
     for path, (u, v) in factors.items():
         u, v = (torch.nn.functional.pad(x.float().cpu(), (0, 0, 0, rank - len(x))) for x in (u, v))
@@ -79,9 +68,6 @@ def write_peft(
         "inference_mode": True,
         "target_modules": sorted(factors),
     }
-    if scales:
-        tensors |= {f"{_PREFIX}{path}.weight": x.float().cpu() for path, x in scales.items()}
-        config["modules_to_save"] = sorted(scales)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     content = safetensors.torch.save(tensors, {"format": "pt"})

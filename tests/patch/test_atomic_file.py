@@ -153,7 +153,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for path, error in (
         (tmp_path / "no" / "p.safetensors", FileNotFoundError),
-        (tmp_path, IsADirectoryError),
+        (tmp_path, OSError),
         (tmp_path / "fifo", OSError),
         (tmp_path / "loop", OSError),
         ("/dev/full", OSError),

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import build, case, shallow, tokens
+from support.models import build, case, shallow
 from support.numeric import noise_limit, within_roundings
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics
-from icl_patch.errors import TokenPatchWarning
 from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.patch.serialization import TOKEN_TENSORS
 
@@ -292,14 +291,3 @@ def test_to_moves_every_tensor(patch_of: Callable) -> None:
     tensors += [moved.logits, *vars(moved.report).values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert patch.kept_ids.device.type == "cpu"
-
-
-def test_the_lora_of_a_token_warns_that_it_is_no_others(tmp_path: Path) -> None:
-    with ContextPatcher(small("llama"), "stable") as patcher:
-        patch = patcher.compute(tokens(0, 2, 5), tokens(1, 2, 3))
-    with pytest.warns(TokenPatchWarning, match="position only, kept token 2 of row 1") as caught:
-        patch.to_peft(tmp_path / "lora", patcher.model, row=1)
-    assert caught[0].filename == __file__
-    with pytest.raises(FingerprintMismatch, match="expected a patch of LlamaForCausalLM"):
-        patch.to_peft(tmp_path / "other", build("llama", 7))
-    assert not (tmp_path / "other").exists()
