@@ -48,8 +48,8 @@ def write_peft(
     rank = next((allowed for allowed in _RANKS if own <= allowed), None)
     if rank is None:
         raise ValueError(
-            f"expected a rank of at most {_RANKS[-1]}, the most that vLLM loads, got {own}: truncate"
-            " the patch first"
+            f"expected a rank of at most {_RANKS[-1]}, the most that vLLM loads, got {own}:"
+            " truncate the patch first"
         )
     tensors = {}
     for path, (u, v) in factors.items():

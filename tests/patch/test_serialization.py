@@ -1,6 +1,5 @@
 """Patch files: what they hold, and which are refused: damaged, made-up, and other ones."""
 
-import json
 import os
 import random
 from collections.abc import Callable, Iterator

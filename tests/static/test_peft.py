@@ -91,7 +91,7 @@ def test_ranks_are_those_that_vllm_loads(tmp_path: Path) -> None:
     model = shallow("llama")
     for rank, written in ((1, 1), (2, 8), (9, 16), (257, 320)):
         assert random_patch(model, 0, rank).to_peft(tmp_path / f"{rank}", model) == written
-    with pytest.raises(ValueError, match="at most 512, .* got 513: truncate the patch first"):
+    with pytest.raises(ValueError, match=r"at most 512, .* got 513: truncate the patch first"):
         random_patch(model, 0, 513).to_peft(tmp_path / "513", model)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.full_disk import full_disk
 
-from icl_patch import ContextPatcher, embedded, static
+from icl_patch import ContextPatcher, embedded
 from icl_patch.cli import fit
 from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
@@ -160,7 +160,6 @@ def test_inspect_shows_a_static_patch(
         (["--first-block", "6"], "expected a first block from 0 to 5, got 6"),
         (["--seconds", "-1"], "a positive number of seconds"),
         (["--learning-rate", "9", "--steps", "1"], "expected a patch that"),
-        (["--state", __file__], "expected state to be a folder, got the file"),
     ],
 )
 def test_a_refused_fit_writes_nothing(
@@ -168,26 +167,10 @@ def test_a_refused_fit_writes_nothing(
 ) -> None:
     out = tmp_path / "patch.safetensors"
     arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", *options]
-    state = ["--state", tmp_path / "state"]
-    if "--state" in options or "--steps" in options:  # a finished fit leaves its checkpoint
-        state = []
-    status, _, err = run(capsys, *arguments, "--out", out, *state)
+    status, _, err = run(capsys, *arguments, "--out", out)
     assert status == 2
     assert message in err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_stopped_fit_says_how_to_go_on(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(static, "fit", stop)
-    arguments = ["fit", "--examples", folder / "examples.json", "--out", tmp_path / "p.safetensors"]
-    assert run(capsys, *arguments) == (130, "", "")
-    status, _, err = run(capsys, *arguments, "--state", tmp_path / "state")
-    assert status == 130 and f"goes on from its files in {tmp_path / 'state'}" in err
 
 
 @pytest.mark.parametrize("command", ["generate", "apply", "export", "replay"])
