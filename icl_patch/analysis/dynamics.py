@@ -199,19 +199,10 @@ class Factorisation:
     Attributes:
         inputs: z_0, …, z_n: (n + 1, ..., K).
 
-    Raises:
-        ValueError: ``inputs`` has no step.
-
     Source: Dherin et al. (2025), Corollary E.0.1 and equations 29 to 31.
     """
 
     inputs: Tensor
-
-    def __post_init__(self) -> None:
-        if self.inputs.dim() < 2 or len(self.inputs) < 2:
-            raise ValueError(
-                f"expected inputs (n + 1, ..., K) with n ≥ 1, got {tuple(self.inputs.shape)}"
-            )
 
     def __len__(self) -> int:
         """n, the number of factors."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from icl_patch import errors
 from icl_patch._version import __version__
-from icl_patch.errors import RankError
+from icl_patch.errors import RankError, UnsupportedModelError
 
 DEFAULT_TIMEOUT = 300.0
 _Result = TypeVar("_Result")
@@ -53,6 +53,15 @@ def ranks_of(model: nn.Module, timeout: float | None = None) -> "Ranks":
     if timeout is not None:
         known.set_timeout(timeout)
     return known
+
+
+def check_one_process(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for a model that is split over processes."""
+    if (size := ranks_of(model).size) > 1:
+        raise UnsupportedModelError(
+            f"expected {type(model).__name__} in one process, got it split over {size}: spread it"
+            " over devices with device_map"
+        )
 
 
 class Ranks:

@@ -20,6 +20,7 @@ from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.language_model import family_of
 from icl_patch.models.prompts import Tokens
+from icl_patch.models.ranks import check_one_process
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import (
     check_same_model,
@@ -38,7 +39,6 @@ from icl_patch.patch.serialization import (
     read_file,
     reading,
 )
-from icl_patch.static.matrices import check_whole
 from icl_patch.static.targets import StaticReport
 
 KIND = "static"
@@ -233,7 +233,7 @@ class StaticPatch:
         PatchFormatError unless every change fits a matrix of it, and TypeError if a module is
         patched already.
         """
-        check_whole(model)
+        check_one_process(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, change in self.changes.items():
             module = modules.get(path)

@@ -103,8 +103,6 @@ def test_bad_calls() -> None:
     made = trajectory("experts")
     with pytest.raises(ValueError, match="one matrix, got those of several experts"):
         made.changes.on(torch.ones(2, K))
-    with pytest.raises(ValueError, match=r"inputs \(n \+ 1, \.\.\., K\) with n ≥ 1, got \(1, 3\)"):
-        Factorisation(torch.ones(1, 3))
 
 
 # -- attached models

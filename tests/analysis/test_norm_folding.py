@@ -5,6 +5,7 @@ refused, by name.
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -129,8 +130,6 @@ def test_function_is_preserved_and_everything_is_put_back(name: str, dtype: torc
             else:
                 assert (module.weight + norm.form.offset == 1).all()
     before.check(model)
-    folding.restore()
-    before.check(model)
 
 
 @every_model
@@ -214,17 +213,8 @@ def test_rms_norm_formula(family: str) -> None:
 def test_foldings_are_restored_last_first() -> None:
     model = build("llama")
     before = Snapshot(model)
-    first, second = fold(model), fold(model)
-    with pytest.raises(
-        ValueError,
-        match=(
-            "expected LlamaForCausalLM as it was folded, it was changed since: restore a later"
-            " folding first"
-        ),
-    ):
-        first.restore()
-    second.restore()
-    first.restore()
+    with fold(model), fold(model):
+        assert (model.model.norm.weight == 1).all()
     before.check(model)
 
 
@@ -262,13 +252,13 @@ def test_the_language_model_beside_a_vision_tower(name: str) -> None:
 
 def test_a_model_is_not_folded_or_restored_under_a_patcher() -> None:
     model = build("llama")
-    with ContextPatcher(model), pytest.raises(ValueError, match="detach the patcher first"):
-        fold(model)
-    with fold(model) as folding:
-        with ContextPatcher(model), pytest.raises(ValueError, match="detach the patcher first"):
-            folding.restore()
-        assert (model.model.norm.weight == 1).all()
-    assert not (model.model.norm.weight == 1).all()
+    before, refusal = Snapshot(model), pytest.raises(ValueError, match="detach the patcher first")
+    with ContextPatcher(model), refusal, fold(model):
+        pass
+    with refusal, fold(model):
+        patcher = ContextPatcher(model)
+    patcher.detach()
+    before.check(model)
 
 
 # -- W_VO
@@ -282,7 +272,11 @@ def test_value_output_against_the_models_own_attention(name: str, folded: bool) 
     """
     model = MODELS[name](torch.float64)
     model.set_attn_implementation("eager")
-    folding = fold(model) if folded else None
+    with fold(model) if folded else nullcontext():
+        check_value_output(name, model)
+
+
+def check_value_output(name: str, model: PreTrainedModel) -> None:
     made = value_output(model, 1)
     block = (
         model.transformer.h[1]
@@ -309,8 +303,6 @@ def test_value_output_against_the_models_own_attention(name: str, folded: bool) 
     assert off(seen["y"], other) > 0.01
     assert made.matrices().shape == (4, x.shape[-1], x.shape[-1])
     assert torch.equal(made.matrices()[2], made.head(2))
-    if folding is not None:
-        folding.restore()
 
 
 def test_folded_value_output_formula() -> None:
@@ -360,8 +352,8 @@ def test_refuses_norms_of_which_the_output_is_read_elsewhere() -> None:
     reason = (
         r"no norm that can be folded: .*self_attn_layer_norm: the model computes something else"
     )
-    with pytest.raises(UnsupportedModelError, match=reason):
-        fold(model)
+    with pytest.raises(UnsupportedModelError, match=reason), fold(model):
+        pass
     before.check(model)
 
 
@@ -407,8 +399,8 @@ def test_refuses_norms_of_another_formula_and_outputs_that_are_changed_in_place(
 
 def test_bad_arguments() -> None:
     model = build("llama")
-    with pytest.raises(ValueError, match="expected a model in eval mode"):
-        fold(model.train())
+    with pytest.raises(ValueError, match="expected a model in eval mode"), fold(model.train()):
+        pass
     with pytest.raises(IndexError):
         value_output(model.eval(), 3)
     model.model.layers[0].self_attn.v_proj = nn.Identity()
@@ -431,6 +423,6 @@ def test_a_wrong_fold_is_noticed_and_undone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(UncentredLayerNorm, "forward", lambda self, x: 2 * x)
     model = neox()
     before = Snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="computes something else"):
-        fold(model)
+    with pytest.raises(UnsupportedModelError, match="computes something else"), fold(model):
+        pass
     before.check(model)
