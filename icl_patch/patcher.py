@@ -16,7 +16,6 @@ from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
 from icl_patch.generation.compiled_step import CompileOptions
 from icl_patch.generation.plans import StepPlans
-from icl_patch.models.language_model import check_length
 from icl_patch.models.prompts import Question
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WeightCheck
@@ -244,10 +243,8 @@ class ContextPatcher:
             kept_mask=kept_mask,
             prefix_mask=prefix_mask,
         )
-        check_length(self.model, int(sequences.mask.sum(1).max()))
         start = sequences.head_ids.shape[1] - context_ids.shape[1]
-        with self.attached_model.attachment.one_pass():
-            return dynamics.grow(self.attached_model, sequences, start, layers)
+        return dynamics.grow(self.attached_model, sequences, start, layers)
 
     # -- replay
 

@@ -91,8 +91,9 @@ def fold(model: PreTrainedModel) -> Iterator[Folding]:
 
     The products are taken in fp64 and rounded once to the weight's dtype, so logits agree to
     rounding. :class:`UncentredLayerNorm` replaces a LayerNorm; an RMSNorm keeps its module, with a
-    neutral weight. A linear map without a bias gets one if ``β`` needs it. At the end all original
-    objects are put back; the model must not be moved until then::
+    neutral weight. A linear map without a bias gets one if ``β`` needs it, and one that shares its
+    weight, such as a tied output embedding, gets one of its own. At the end all original objects
+    are put back; the model must not be moved until then::
 
         with fold(model) as folding:
             folding.folded, folding.refused
@@ -107,8 +108,6 @@ def fold(model: PreTrainedModel) -> Iterator[Folding]:
     - a norm with an output that is read elsewhere too, which the logits show: by a residual sum
       (post-LN models), by rotary embeddings, by a linear map that has other inputs;
     - a norm that does not run, or that is none of the formulas above;
-    - a reader that shares its weight with another module, such as a tied output embedding: folding
-      would make the two drift apart (untie them first);
     - a reader with a quantised weight.
 
     Args:
@@ -137,10 +136,10 @@ def _folded(model: PreTrainedModel, undo: ExitStack) -> Folding:
     candidates = [path for path, module in model.named_modules() if _is_norm(module)]
     ids = random_tokens(model, 7, seed=0)
     expected, readers = _run_and_watch(model, ids, candidates)
-    folded, refused, tied = [], {}, _tied(model)
+    folded, refused = [], {}
     for path in candidates:
         form, reads = norm_form(model.get_submodule(path)), readers.get(path)
-        reason = _reason(model, reads, form, tied)
+        reason = _reason(model, reads, form)
         if reason is None and form is not None and reads is not None:
             norm = FoldedNorm(path, form, tuple(reads))
             with ExitStack() as attempt:
@@ -271,22 +270,7 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
-    """For every module that shares its weight with another module: the name of the other."""
-    owners: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault((parameter.data_ptr(), parameter.shape), []).append(name)
-    return {
-        name.rpartition(".")[0]: next(other for other in names if other != name)
-        for names in owners.values()
-        if len(names) > 1
-        for name in names
-    }
-
-
-def _reason(
-    model: nn.Module, readers: list[str] | None, form: NormForm | None, tied: dict[str, str]
-) -> str | None:
+def _reason(model: nn.Module, readers: list[str] | None, form: NormForm | None) -> str | None:
     """Why a norm cannot be folded, or None."""
     if readers is None:
         return "it does not run in a pass over tokens"
@@ -298,8 +282,6 @@ def _reason(
         weight = model.get_submodule(path)._parameters.get("weight")
         if weight is None or not weight.is_floating_point() or weight.dtype not in _FLOATS:
             return f"{path} has no weight in fp64, fp32, bf16 or fp16"
-        if path in tied:
-            return f"{path}.weight is tied to {tied[path]}: the two would drift apart"
     return None
 
 

@@ -200,7 +200,7 @@ def test_first_layer_is_the_papers_formula(family: str) -> None:
         ]
     )
     off = noise(model, family)
-    with ContextPatcher(model) as patcher:
+    with ContextPatcher(model, "direct") as patcher:
         found = patcher.dynamics(CONTEXT, KEPT, layers=slice(0, 1)).trajectory(f"{path}.weight")
     assert close(written_out(found.changes[1:, 0, 0]), expected, off)
     assert not close(written_out(found.changes[:-1, 0, 0]), expected, off)
