@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -46,43 +45,36 @@ def randomised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model.to(dtype).eval()
 
 
-def gpt2(dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def gpt2(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
-    return randomised(
-        GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY, n_embd=24, n_layer=3, n_head=4, n_positions=64, **changes
-            )
-        ),
-        dtype,
-    )
+    sizes = {"n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    return randomised(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)), dtype)
 
 
-def neox(dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def neox(dtype: torch.dtype = torch.float32, parallel: bool = True) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 24,
-        "intermediate_size": 36,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
-    return randomised(
-        GPTNeoXForCausalLM(
-            GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes | changes)
-        ),
-        dtype,
+    config = GPTNeoXConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=36,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        use_parallel_residual=parallel,
     )
+    return randomised(GPTNeoXForCausalLM(config), dtype)
 
 
 MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "gpt2": gpt2,
     "neox": neox,
-    "neox-sequential": lambda dtype=torch.float32: neox(dtype, use_parallel_residual=False),
+    "neox-sequential": lambda dtype=torch.float32: neox(dtype, parallel=False),
     "llama": lambda dtype=torch.float32: build("llama", 0, dtype),
     "gemma3": lambda dtype=torch.float32: build("gemma3", 0, dtype),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 IDS = tokens(90, 2, 9)
+READ = ("input", "pre_feedforward")  # the norms of a block of Gemma that matrices read
 
 
 def fold_limit(
@@ -114,16 +106,15 @@ def off(got: Tensor, expected: Tensor) -> float:
 def test_function_is_preserved_and_everything_is_put_back(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name](dtype)
     before, expected = Snapshot(model), logits(model)
-    limit = fold_limit(
-        model, dtype=torch.float32 if name == "gemma3" and dtype == torch.float64 else dtype
-    )
+    # norms of Gemma's class compute in fp32
+    wide = torch.float32 if name == "gemma3" and dtype == torch.float64 else dtype
+    limit = fold_limit(model, dtype=wide)
     with fold(model) as folding:
         assert off(logits(model), expected) <= limit
         for norm in folding.folded:
             for reader in norm.readers:
-                assert (
-                    off(model.get_submodule(reader).weight, before.state[f"{reader}.weight"]) > 0.1
-                )
+                weight = model.get_submodule(reader).weight
+                assert off(weight, before.state[f"{reader}.weight"]) > 0.1
             module = model.get_submodule(norm.path)
             if norm.form.centred:
                 assert isinstance(module, UncentredLayerNorm)
@@ -135,28 +126,22 @@ def test_function_is_preserved_and_everything_is_put_back(name: str, dtype: torc
 @every_model
 def test_every_norm_is_folded_or_refused_with_its_reason(name: str) -> None:
     model = MODELS[name]()
-    inputs = {"gpt2": "ln_", "llama": "norm", "gemma3": "norm"}.get(name, "norm")
+    norms = "ln_" if name == "gpt2" else "norm"
     with fold(model) as folding:
         paths = [norm.path for norm in folding.folded]
         assert {*paths, *folding.refused} == {
-            path for path, _ in model.named_modules() if inputs in path.rpartition(".")[2]
+            path for path, _ in model.named_modules() if norms in path.rpartition(".")[2]
         }
-        if name == "gpt2":
-            blocks = [f"transformer.h.{i}.{norm}" for i in range(3) for norm in ("ln_1", "ln_2")]
-            assert paths == [*blocks, "transformer.ln_f"] and not folding.refused
-        elif name == "gemma3":
-            assert sum("q_norm" in path or "k_norm" in path for path in folding.refused) == 6
-            for part in ("post_attention_layernorm", "post_feedforward_layernorm"):
-                reason = folding.refused[f"model.layers.1.{part}"]
-                assert reason == "no linear map reads its output"
-            blocks = [
-                f"model.layers.{i}.{norm}_layernorm"
-                for i in range(3)
-                for norm in ("input", "pre_feedforward")
-            ]
-            assert paths == [*blocks, "model.norm"]
-        else:
-            assert not folding.refused and len(paths) == 7
+        assert len(paths) == 7
+        if name != "gemma3":
+            assert not folding.refused
+            return
+        inputs = [f"model.layers.{i}.{x}_layernorm" for i in range(3) for x in READ]
+        assert paths == [*inputs, "model.norm"]
+        assert sum("q_norm" in path or "k_norm" in path for path in folding.refused) == 6
+        for part in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            reason = folding.refused[f"model.layers.1.{part}"]
+            assert reason == "no linear map reads its output"
 
 
 def same_sums(got: Tensor, expected: Tensor) -> bool:
@@ -183,10 +168,8 @@ def test_layer_norm_formula() -> None:
         sigma = ((x - x.mean(1, keepdim=True)) ** 2).mean(1, keepdim=True).add(norm.eps).sqrt()
         assert same_sums(model.transformer.h[1].ln_2(x), x / sigma)
     model = neox(torch.float64)
-    beta, weight = (
-        model.gpt_neox.final_layer_norm.bias.detach().clone(),
-        model.lm_head.weight.detach().clone(),
-    )
+    norm, weight = model.gpt_neox.final_layer_norm, model.lm_head.weight.detach().clone()
+    beta = norm.bias.detach().clone()
     with fold(model):
         assert same_sums(model.lm_head.bias, weight @ beta)
         assert not same_sums(model.lm_head.bias, weight @ beta + 1e-12)
@@ -225,14 +208,10 @@ def test_the_language_model_beside_a_vision_tower(name: str) -> None:
         expected, limit = alone(ids).logits, fold_limit(alone, ids)
         assert off(model(ids).logits, expected) <= limit
         with fold(model) as folding:
-            assert [norm.path for norm in folding.folded][
-                -1
-            ] == "model.language_model.norm" and len(folding.folded) == 9
-            assert all(
-                reason == "it does not run in a pass over tokens"
-                for path, reason in folding.refused.items()
-                if "vision" in path
-            )
+            assert folding.folded[-1].path == "model.language_model.norm"
+            assert len(folding.folded) == 9
+            reasons = {why for path, why in folding.refused.items() if "vision" in path}
+            assert reasons == {"it does not run in a pass over tokens"}
             assert off(model(ids).logits, expected) <= limit
     for layer in (0, -1):
         mine, theirs = value_output(model, layer), value_output(alone, layer)
@@ -272,21 +251,16 @@ def test_value_output_against_the_models_own_attention(name: str, folded: bool) 
 
 def check_value_output(name: str, model: PreTrainedModel) -> None:
     made = value_output(model, 1)
-    block = (
-        model.transformer.h[1]
-        if name == "gpt2"
-        else model.gpt_neox.layers[1]
-        if "neox" in name
-        else model.model.layers[1]
-    )
+    if name == "gpt2":
+        block, output = model.transformer.h[1], "attn.c_proj"
+    elif "neox" in name:
+        block, output = model.gpt_neox.layers[1], "attention.dense"
+    else:
+        block, output = model.model.layers[1], "self_attn.o_proj"
     norm = block.ln_1 if name == "gpt2" else block.input_layernorm
-    attention = (
-        block.attn if name == "gpt2" else block.attention if "neox" in name else block.self_attn
-    )
-    output = {"gpt2": "c_proj", "llama": "o_proj", "gemma3": "o_proj"}.get(name, "dense")
     seen: dict[str, Tensor] = {}
     norm.register_forward_hook(lambda _m, _args, out: seen.update(x=out))
-    attention.get_submodule(output).register_forward_hook(lambda _m, _args, out: seen.update(y=out))
+    block.get_submodule(output).register_forward_hook(lambda _m, _args, out: seen.update(y=out))
     with torch.no_grad():
         alpha = model(IDS, output_attentions=True).attentions[1]  # (B, H, T, T)
     x = seen["x"]
@@ -329,22 +303,18 @@ def refused(model: PreTrainedModel, path: str) -> str:
 def test_refuses_norms_of_which_the_output_is_read_elsewhere() -> None:
     for path in ("post_attention_layernorm", "self_attn.q_norm"):
         assert "no linear map reads" in refused(build("gemma3"), f"model.layers.0.{path}")
-    sizes = {
-        "hidden_size": 24,
-        "ffn_dim": 36,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "word_embed_proj_dim": 24,
-    }
-    post_norm = OPTForCausalLM(
-        OPTConfig(
-            vocab_size=VOCABULARY, do_layer_norm_before=False, max_position_embeddings=64, **sizes
-        )
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        do_layer_norm_before=False,
+        hidden_size=24,
+        ffn_dim=36,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=24,
+        max_position_embeddings=64,
     )
-    model, path = (
-        randomised(post_norm, torch.float32),
-        "model.decoder.layers.1.self_attn_layer_norm",
-    )
+    model = randomised(OPTForCausalLM(config), torch.float32)
+    path = "model.decoder.layers.1.self_attn_layer_norm"
     assert "the model computes something else" in refused(model, path)
 
 
@@ -386,30 +356,26 @@ def test_refuses_norms_of_another_formula_and_outputs_that_are_changed_in_place(
     assert norm_form(Shifted(24)) is norm_form(model.get_submodule(gated)) is None
     assert refused(model, gated)
     with fold(model) as folding:
-        assert {f"model.layers.{i}.input_layernorm" for i in range(4)} < {
-            norm.path for norm in folding.folded
-        }
+        inputs = {f"model.layers.{i}.input_layernorm" for i in range(4)}
+        assert inputs < {norm.path for norm in folding.folded}
 
 
-def test_bad_arguments() -> None:
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * math.pi
+
+
+def test_bad_arguments_and_attention_of_another_form() -> None:
     model = build("llama")
     with pytest.raises(ValueError, match="expected a model in eval mode"), fold(model.train()):
         pass
     with pytest.raises(IndexError):
         value_output(model.eval(), 3)
+    model.model.layers[1].self_attn.o_proj.__class__ = Scaled
+    with pytest.raises(UnsupportedModelError, match=re.escape("on one token is not x W_V W_O + b")):
+        value_output(model, 1)
     model.model.layers[0].self_attn.v_proj = nn.Identity()
     with pytest.raises(UnsupportedModelError, match="no value and output matrices"):
-        value_output(model, 0)
-
-
-def test_refuses_an_attention_of_another_form() -> None:
-    class Gated(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * math.pi
-
-    model = build("llama")
-    model.model.layers[0].self_attn.o_proj.__class__ = Gated
-    with pytest.raises(UnsupportedModelError, match=re.escape("on one token is not x W_V W_O + b")):
         value_output(model, 0)
 
 

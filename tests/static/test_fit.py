@@ -5,7 +5,6 @@ import importlib
 import math
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,13 +119,12 @@ def test_a_step_descends_on_the_divergence_of_whole_models() -> None:
     examples, texts = random_examples(count=3), tokens(4, 2, 6).tolist()
     step = training(model, examples, texts)
     twin, teacher = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    factors = {
-        path: (c.u.detach().double().requires_grad_(), c.v.detach().double().requires_grad_())
-        for path, c in step.changes.items()
-    }
+    factors = [
+        x.detach().double().requires_grad_() for c in step.changes.values() for x in (c.u, c.v)
+    ]
     weights = {
         f"{path}.weight": twin.get_submodule(path).weight.detach() + u.T @ v
-        for path, (u, v) in factors.items()
+        for path, u, v in zip(step.changes, factors[::2], factors[1::2], strict=True)
     }
 
     def divergence(full: Any, kept: Any, count: int) -> torch.Tensor:
@@ -134,17 +132,13 @@ def test_a_step_descends_on_the_divergence_of_whole_models() -> None:
         out = torch.func.functional_call(twin, weights, (torch.tensor([kept]),))
         return (p.exp() * (p - out.logits[0, -count:].log_softmax(-1))).sum(-1)
 
-    asked = torch.cat(
-        [
-            divergence(
-                (*x.with_context, *x.answer[:-1]), (*x.without, *x.answer[:-1]), len(x.answer)
-            )
-            for x in examples
-        ]
-    )
+    asked = []
+    for x in examples:
+        rows = ((*prompt, *x.answer[:-1]) for prompt in (x.with_context, x.without))
+        asked.append(divergence(*rows, len(x.answer)))
     kept = torch.cat([divergence(text, text, len(text)) for text in texts])
-    loss = asked.mean() + 0.7 * kept.mean()
-    expected = torch.autograd.grad(loss, [x for pair in factors.values() for x in pair])
+    loss = torch.cat(asked).mean() + 0.7 * kept.mean()
+    expected = torch.autograd.grad(loss, factors)
     step.optimizer = SimpleNamespace(param_groups=[], step=lambda: None)
     step.options = replace(FEW, clip=math.inf)
     step._descend(step.questions, step.texts, 1.0)
@@ -247,40 +241,28 @@ def test_a_patch_that_harms_is_not_returned() -> None:
     examples = random_examples()
     held_out = [replace(x, without=(*x.without[:1], 7, *x.without[1:])) for x in examples]
     slow = Distillation(steps=30, learning_rate=0.03, warmup=1)
+    options = {"held_out": held_out, "preserve": texts, "kappa": 0, "distillation": slow}
     with pytest.raises(HarmfulPatchError, match="leaves other texts as they are") as got:
-        fit(
-            model,
-            examples,
-            held_out=held_out,
-            preserve=texts,
-            kappa=0,
-            distillation=slow,
-            accept_worse=False,
-            first_block=0,
-        )
+        fit(model, examples, **options, accept_worse=False)
     assert got.value.report.preserved.kl > 0.2
 
 
+OTHER_FRONT = [replace(x, with_context=(9, *x.with_context)) for x in random_examples()]
+NO_ANSWER = [replace(x, answer=None) for x in random_examples()]
+
+
 @pytest.mark.parametrize(
-    ("examples", "options", "message"),
+    ("examples", "message"),
     [
-        (random_examples(count=1), {}, "one question: nothing is held out"),
-        (random_examples(), {}, "no texts to preserve are held out"),
-        (
-            [replace(x, with_context=(9, *x.with_context)) for x in random_examples()],
-            {},
-            "begin with different tokens",
-        ),
-        (
-            [replace(x, answer=None) for x in random_examples()],
-            {"max_new_tokens": 3},
-            "8 answers did not end within 3 tokens",
-        ),
+        (random_examples(count=1), "one question: nothing is held out"),
+        (random_examples(), "no texts to preserve are held out"),
+        (OTHER_FRONT, "begin with different tokens"),
+        (NO_ANSWER, "8 answers did not end within 3 tokens"),
     ],
 )
-def test_what_is_not_known_is_said(examples: list, options: dict, message: str) -> None:
+def test_what_is_not_known_is_said(examples: list, message: str) -> None:
     with pytest.warns(StaticPatchWarning) as caught:
-        patch = fit(build("llama"), examples, **options)
+        patch = fit(build("llama"), examples, max_new_tokens=3)
     assert patch.report is not None
     assert {warning.filename for warning in caught} == {__file__}  # the caller's line
     said = [str(warning.message) for warning in caught]
@@ -319,11 +301,10 @@ def test_a_fit_starts_from_a_patch() -> None:
         assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
     assert fit(model, examples, rank=1, start=start, distillation=slow).rank == 1
     wild = Distillation(steps=2, warmup=1, learning_rate=3.0)
-    patch = fit(model, examples, rank=3, start=start, distillation=wild)
-    assert patch.report is not None and patch.report.best_step == 0
-    for path, change in patch.changes.items():
-        expected = start.changes[path].dense()
-        assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
+    best = fit(model, examples, rank=3, start=start, distillation=wild)
+    assert best.report is not None and best.report.best_step == 0
+    for path, change in best.changes.items():
+        assert (change.dense() - start.changes[path].dense()).norm() < 1e-4 * change.dense().norm()
     with pytest.raises(ValueError, match=r"got one that changes model\.layers\.0\.mlp"):
         fit(model, examples, first_block=2, start=start)
 
@@ -359,11 +340,11 @@ def test_parts_and_blocks_are_those_that_change() -> None:
         for first in (0, 2)
         for patch in [fit(model, examples, parts=parts, first_block=first)]
     }
-    mlp = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    mlp = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     attention = {f"self_attn.{x}_proj" for x in "qkvo"}
-    assert paths[("mlp",), 2] == {f"2.{name}" for name in mlp}
     assert paths[("mlp",), 0] == {f"{block}.{name}" for block in range(3) for name in mlp}
-    assert paths[("attention",), 2] == {f"2.{name}" for name in attention}
+    for parts, names in ((("mlp",), mlp), (("attention",), attention)):
+        assert paths[parts, 2] == {f"2.{name}" for name in names}
     assert paths[("attention", "mlp"), 2] == {f"2.{name}" for name in mlp | attention}
 
 
@@ -389,18 +370,15 @@ def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
     assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_forms_that_cannot_hold_a_patch_are_refused() -> None:
+    for name, reason in (
         ("gemma3n", r"give hidden states \(B, T, d\)"),
         ("mixtral", "with experts"),
         ("llama4", "with experts"),
         ("mamba", "recurrent layers"),
-    ],
-)
-def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=reason):
-        fit(shallow(name), random_examples())
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            fit(shallow(name), random_examples())
 
 
 @pytest.mark.parametrize(
@@ -452,15 +430,13 @@ def test_bad_models_and_examples_are_refused() -> None:
         fit(model, random_examples())
 
 
-def test_factors_are_fp32_under_another_default(tmp_path: Path) -> None:
-    model = build("llama")
+def test_factors_are_fp32_under_another_default() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        patch = fit(model, random_examples())
+        changes = fit(build("llama", dtype=torch.float32), random_examples()).changes.values()
     finally:
         torch.set_default_dtype(torch.float32)
-    patch.save(tmp_path / "patch.safetensors")
-    assert StaticPatch.load(tmp_path / "patch.safetensors", model).rank == 2
+    assert {x.dtype for change in changes for x in (change.u, change.v)} == {torch.float32}
 
 
 def test_logits_are_computed_where_they_are_compared() -> None:

@@ -89,9 +89,8 @@ def test_apply_and_export_are_the_patch(
     patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert run(capsys, "apply", "--patch", patch_file, "--out", tmp_path / "model")[0] == 0
-    status, out, _ = run(
-        capsys, "export", "--patch", patch_file, "--out", tmp_path / "lora", "--json"
-    )
+    arguments = ["export", "--patch", patch_file, "--out", tmp_path / "lora", "--json"]
+    status, out, _ = run(capsys, *arguments)
     assert status == 0
     assert json.loads(out) == {"folder": str(tmp_path / "lora"), "kind": "static", "rank": 16}
     model, tokenizer = embedded.load()
@@ -104,18 +103,17 @@ def test_apply_and_export_are_the_patch(
     assert (merged - expected).abs().max() <= limit
     for command, name in (("apply", "model"), ("export", "lora")):
         written = sorted((tmp_path / name).iterdir())
-        status, _, err = run(capsys, command, "--patch", patch_file, "--out", tmp_path / name)
+        again = [command, "--patch", patch_file, "--out", tmp_path / name]
+        status, _, err = run(capsys, *again)
         assert status == 2
         assert f"there is {tmp_path / name} already: --force replaces" in err
-        again = [command, "--patch", patch_file, "--out", tmp_path / name, "--force"]
-        assert run(capsys, *again)[0] == 0
+        assert run(capsys, *again, "--force")[0] == 0
         assert sorted((tmp_path / name).iterdir()) == written
     status, _, err = run(capsys, "apply", "--patch", patch_file, "--out", patch_file)
     assert status == 2
     assert "expected a folder to write the model to, got the file" in err
-    status, _, err = run(
-        capsys, "apply", "--patch", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16"
-    )
+    arguments = ["--patch", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16"]
+    status, _, err = run(capsys, "apply", *arguments)
     assert status == 1
     assert "in torch.bfloat16, got one of embedded in torch.float32" in err
 
@@ -124,9 +122,8 @@ def test_a_model_that_cannot_be_written_leaves_nothing(
     patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with full_disk(100_000):  # room for the small files
-        status, _, err = run(
-            capsys, "apply", "--patch", patch_file, "--out", tmp_path / "some" / "model"
-        )
+        out = tmp_path / "some" / "model"
+        status, _, err = run(capsys, "apply", "--patch", patch_file, "--out", out)
     assert status == 2
     assert "cannot be written to" in err
     assert not list((tmp_path / "some").iterdir())
