@@ -2,15 +2,15 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
-from torch import Tensor
+import torch.nn.functional as F
 
 from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.low_rank import LowRank
 
 _PREFIX = "base_model.model."
 # The values that vLLM allows for max_lora_rank.
@@ -19,16 +19,16 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def write_peft(
     folder: str | os.PathLike[str],
-    factors: Mapping[str, tuple[Tensor, Tensor]],
+    changes: Mapping[str, LowRank],
     model: str,
-    transposed: Collection[bool],
+    transposed: set[bool],
 ) -> int:
     """Write changes ``ΔW = Σ_r u_r v_rᵀ`` as ``lora_B = uᵀ`` and ``lora_A = v``, padded to one rank
     r, with ``lora_alpha = r``; each of the two files appears whole or not at all.
 
     Args:
         folder: is made.
-        factors: path of the module in the model -> u (R, N) and v (R, K).
+        changes: path of the module in the model -> its change.
         model: the name of the base model.
         transposed: whether the modules store their weights as (in, out), as Conv1D does: one value
             if all agree.
@@ -39,12 +39,12 @@ def write_peft(
     Raises:
         ValueError: a rank is too large, or some modules are transposed and others are not.
     """
-    if len(set(transposed)) != 1:
+    if len(transposed) != 1:
         raise ValueError(
             "expected modules that all store their weights as (in, out), or none of them, got both:"
             " a LoRA has one fan_in_fan_out"
         )
-    own = max(len(u) for u, _ in factors.values())
+    own = max(change.rank for change in changes.values())
     rank = next((allowed for allowed in _RANKS if own <= allowed), None)
     if rank is None:
         raise ValueError(
@@ -52,8 +52,9 @@ def write_peft(
             " truncate the patch first"
         )
     tensors = {}
-    for path, (u, v) in factors.items():
-        u, v = (torch.nn.functional.pad(x.float().cpu(), (0, 0, 0, rank - len(x))) for x in (u, v))
+    for path, change in changes.items():
+        padding = (0, 0, 0, rank - change.rank)
+        u, v = (F.pad(x.float().cpu(), padding) for x in (change.u, change.v))
         tensors[f"{_PREFIX}{path}.lora_A.weight"] = v.contiguous()
         tensors[f"{_PREFIX}{path}.lora_B.weight"] = u.T.contiguous()
     config: dict[str, Any] = {
@@ -66,7 +67,7 @@ def write_peft(
         "bias": "none",
         "fan_in_fan_out": next(iter(transposed)),
         "inference_mode": True,
-        "target_modules": sorted(factors),
+        "target_modules": sorted(changes),
     }
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)

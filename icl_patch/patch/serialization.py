@@ -40,12 +40,6 @@ TOKEN_TENSORS = (
     "prefix_positions",
     "prefix_slots",
 )
-DTYPES = {
-    "torch.float64": torch.float64,
-    "torch.float32": torch.float32,
-    "torch.bfloat16": torch.bfloat16,
-    "torch.float16": torch.float16,
-}
 PER_TOKEN = "per_token"
 Header = dict[str, Any]
 

@@ -327,8 +327,7 @@ class StaticPatch:
         """
         self.check_model(model)
         transposed = {isinstance(model.get_submodule(path), Conv1D) for path in self.changes}
-        factors = {path: (change.u, change.v) for path, change in self.changes.items()}
-        rank = write_peft(folder, factors, self.info.model, transposed)
+        rank = write_peft(folder, self.changes, self.info.model, transposed)
         front = _FRONT.format(*self.info.front) if self.info.front else _UNKNOWN_FRONT
         card = f"A static patch of icl-patch as a LoRA for {self.info.model}.\n\n{front}"
         write_atomically(Path(folder) / "README.md", [card.encode()])
