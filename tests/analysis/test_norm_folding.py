@@ -9,20 +9,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.models import VOCABULARY, build, tokens
+from support.models import build, tokens
 from support.numeric import UNIT, noise_floor, within_roundings
 from support.patchers import Snapshot
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError
 from icl_patch.analysis.norm_folding import UncentredLayerNorm, fold, norm_form
@@ -30,45 +21,23 @@ from icl_patch.analysis.ov_matrices import value_output
 from icl_patch.evaluation import tiny_models
 
 
-def randomised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Every weight and bias far from its initial value, norms' scales around 1 and some of them
-    0.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            scale = "weight" in name and ("norm" in name or "ln_" in name)
-            nn.init.normal_(parameter, 1.0 if scale else 0.3, 0.5)
-            if scale:
-                parameter.data[:2] = 0
-        else:
-            nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
-    return model.to(dtype).eval()
-
-
 def gpt2(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {"n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}
-    return randomised(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)), dtype)
+    return tiny_models.build("gpt2", 0, dtype, num_hidden_layers=3)
 
 
-def neox(dtype: torch.dtype = torch.float32, parallel: bool = True) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=24,
-        intermediate_size=36,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        use_parallel_residual=parallel,
-    )
-    return randomised(GPTNeoXForCausalLM(config), dtype)
+def neox(dtype: torch.dtype = torch.float32, **changes: bool) -> PreTrainedModel:
+    """With some scales of norms 0."""
+    model = tiny_models.build("gpt_neox", 0, dtype, num_hidden_layers=3, **changes)
+    for name, parameter in model.named_parameters():
+        if "norm.weight" in name:
+            parameter.data[:2] = 0
+    return model
 
 
 MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "gpt2": gpt2,
     "neox": neox,
-    "neox-sequential": lambda dtype=torch.float32: neox(dtype, parallel=False),
+    "neox-sequential": lambda dtype=torch.float32: neox(dtype, use_parallel_residual=False),
     "llama": lambda dtype=torch.float32: build("llama", 0, dtype),
     "gemma3": lambda dtype=torch.float32: build("gemma3", 0, dtype),
 }
@@ -145,10 +114,10 @@ def test_every_norm_is_folded_or_refused_with_its_reason(name: str) -> None:
 
 
 def same_sums(got: Tensor, expected: Tensor) -> bool:
-    """In fp64: sums of 24 products of 24 each at most, whose terms are as large as the largest
+    """In fp64: sums of 32 products of 32 each at most, whose terms are as large as the largest
     sum.
     """
-    return within_roundings(got.detach(), expected.detach(), 24, expected.detach().abs().max())
+    return within_roundings(got.detach(), expected.detach(), 32, expected.detach().abs().max())
 
 
 def test_layer_norm_formula() -> None:
@@ -161,10 +130,10 @@ def test_layer_norm_formula() -> None:
         x.detach().clone() for x in (norm.weight, norm.bias, reader.weight, reader.bias)
     )
     with fold(model):
-        centring = torch.eye(24, dtype=torch.float64) - torch.ones(24, 24, dtype=torch.float64) / 24
+        centring = torch.eye(32, dtype=torch.float64) - torch.ones(32, 32, dtype=torch.float64) / 32
         assert same_sums(reader.weight, centring @ torch.diag(gamma) @ weight)
         assert same_sums(reader.bias, beta @ weight + bias)
-        x = torch.randn(5, 24, dtype=torch.float64) + 3
+        x = torch.randn(5, 32, dtype=torch.float64) + 3
         sigma = ((x - x.mean(1, keepdim=True)) ** 2).mean(1, keepdim=True).add(norm.eps).sqrt()
         assert same_sums(model.transformer.h[1].ln_2(x), x / sigma)
     model = neox(torch.float64)
@@ -283,8 +252,8 @@ def test_folded_value_output_formula() -> None:
     assert same_sums(folded.matrices(), scaled - scaled.mean(1, keepdim=True))
     assert same_sums(folded.bias, plain.bias + norm.bias.detach() @ plain.matrices().sum(0))
     attention = model.transformer.h[-1].attn
-    value, start = attention.c_attn.weight[:, 48:], attention.c_attn.bias[48:]
-    assert same_sums(plain.head(3), value[:, 18:] @ attention.c_proj.weight[18:])
+    value, start = attention.c_attn.weight[:, 64:], attention.c_attn.bias[64:]
+    assert same_sums(plain.head(3), value[:, 24:] @ attention.c_proj.weight[24:])
     assert same_sums(plain.bias, start @ attention.c_proj.weight + attention.c_proj.bias)
 
 
@@ -303,17 +272,7 @@ def refused(model: PreTrainedModel, path: str) -> str:
 def test_refuses_norms_of_which_the_output_is_read_elsewhere() -> None:
     for path in ("post_attention_layernorm", "self_attn.q_norm"):
         assert "no linear map reads" in refused(build("gemma3"), f"model.layers.0.{path}")
-    config = OPTConfig(
-        vocab_size=VOCABULARY,
-        do_layer_norm_before=False,
-        hidden_size=24,
-        ffn_dim=36,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        word_embed_proj_dim=24,
-        max_position_embeddings=64,
-    )
-    model = randomised(OPTForCausalLM(config), torch.float32)
+    model = tiny_models.build("opt", do_layer_norm_before=False)
     path = "model.decoder.layers.1.self_attn_layer_norm"
     assert "the model computes something else" in refused(model, path)
 
@@ -347,13 +306,13 @@ class InPlace(nn.Module):
 def test_refuses_norms_of_another_formula_and_outputs_that_are_changed_in_place() -> None:
     """Qwen3-Next's linear attention has a norm with a gate."""
     model = gpt2()
-    model.transformer.h[0].ln_1 = Shifted(24).eval()
+    model.transformer.h[0].ln_1 = Shifted(32).eval()
     model.transformer.h[0].mlp = InPlace(model.transformer.h[0].mlp)
     assert "neither a LayerNorm nor an RMSNorm" in refused(model, "transformer.h.0.ln_1")
     assert "something else" in refused(model, "transformer.h.0.ln_2")
     model = tiny_models.build("qwen3_next")
     gated = "model.layers.0.linear_attn.norm"
-    assert norm_form(Shifted(24)) is norm_form(model.get_submodule(gated)) is None
+    assert norm_form(Shifted(32)) is norm_form(model.get_submodule(gated)) is None
     assert refused(model, gated)
     with fold(model) as folding:
         inputs = {f"model.layers.{i}.input_layernorm" for i in range(4)}

@@ -109,11 +109,12 @@ def test_swapped_rows_columns_and_elements(dtype: torch.dtype, kind: str) -> Non
 
 def test_shape_dtype_and_name_count() -> None:
     x = torch.zeros(6, dtype=torch.int32)
-    others = [x, x.view(2, 3), x.view(3, 2), x[:5], torch.tensor(0)]
+    others = [x, x.view(2, 3), x.view(3, 2), x[:5], torch.tensor(0), x[:0], x.view(6, 1)[:, :0]]
     others += [x.view(dtype) for dtype in (torch.float32, torch.int16, torch.int64)]
     hashes = {hash_of(y) for y in others}
     hashes |= {weight_fingerprint(Holder(y=x)), weight_fingerprint(Holder())}
     assert len(hashes) == len(others) + 2
+    assert hash_of(torch.tensor(0.0)) != hash_of(torch.tensor(1.0))
 
 
 @every_dtype
@@ -129,13 +130,6 @@ def test_the_layout_in_memory_does_not_count(dtype: torch.dtype) -> None:
         assert hash_of(x.clone()) == expected
     with torch.autocast("cpu"):
         assert hash_of(x) == expected
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1, 1, 1)], ids=str)
-def test_tensors_of_no_or_one_element(shape: tuple[int, ...]) -> None:
-    x = torch.zeros(shape)
-    assert hash_of(x) == hash_of(x.clone())
-    assert (hash_of(x) == hash_of(x + 1)) == (x.numel() == 0)
 
 
 def test_checksums_are_as_documented() -> None:
@@ -192,25 +186,15 @@ def test_the_parts_of_a_quantised_weight_count() -> None:
         assert weight_fingerprint(model) == before
 
 
-class Packed(nn.Module):
-    """A module that saves more than it holds as parameters and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(3)
-
-    def get_extra_state(self) -> str:
-        return "a text"
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}scale"] = self.scale
-
-
 def test_what_a_module_saves_beside_its_parameters_counts() -> None:
-    model = Packed()
+    """But a text of ``get_extra_state`` does not."""
+    model, scale = nn.Linear(2, 2), torch.ones(3)
+    model.get_extra_state = lambda: "a text"
+    model.register_state_dict_post_hook(
+        lambda _module, state, _prefix, _meta: state.update(scale=scale)
+    )
     before = weight_fingerprint(model)
-    model.scale[1] = 2
+    scale[1] = 2
     assert weight_fingerprint(model) != before
 
 
@@ -219,12 +203,10 @@ def test_what_a_module_saves_beside_its_parameters_counts() -> None:
 
 def write(weight: nn.Parameter, through: str) -> None:
     with torch.no_grad():
-        if through == "in place":
-            weight.mul_(1.5)
-        elif through == "another tensor":
+        if through == "another tensor":
             weight.data = weight.data * 1.5
         else:
-            weight.data.mul_(1.5)
+            (weight if through == "in place" else weight.data).mul_(1.5)
 
 
 every_part = pytest.mark.parametrize("part", ["model.layers.1.mlp.down_proj", "model.norm"])
