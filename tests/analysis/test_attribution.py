@@ -35,11 +35,8 @@ def by_hand(patcher: ContextPatcher, start: int, stop: int) -> list[float]:
             a, b = old.get(name), new.get(name)
             a = torch.zeros_like(b) if a is None else a
             b = torch.zeros_like(a) if b is None else b
-            block = next(
-                number
-                for number, block in enumerate(whole.blocks)
-                if name.startswith(f"{block.path}.")
-            )
+            places = enumerate(whole.blocks)
+            block = next(i for i, block in places if name.startswith(f"{block.path}."))
             key = block, name.partition("[")[0]
             size[key] += float(a.square().sum())
             difference[key] += float((a - b).square().sum())
@@ -77,13 +74,8 @@ def test_each_span_against_its_formula(family: str, update: str) -> None:
 def test_leaving_out_the_whole_context_takes_the_whole_change_away() -> None:
     done = []
     with ContextPatcher(tiny_models.build("llama", 0), "direct") as patcher:
-        found = attribution(
-            patcher,
-            CONTEXT,
-            KEPT,
-            [(0, 7), (1, 2), (0, 7)],
-            progress=lambda *counts: done.append(counts),
-        )
+        spans = [(0, 7), (1, 2), (0, 7)]
+        found = attribution(patcher, CONTEXT, KEPT, spans, progress=lambda *x: done.append(x))
         nothing = attribution(patcher, CONTEXT, KEPT, [])
     assert (found[[0, 2]] == 1).all() and not (found[1] == 1).any()
     assert done == [(1, 1)]

@@ -10,22 +10,11 @@ from support.models import build, tokens
 from support.numeric import noise_limit, normal, seeded
 from torch import Tensor
 
-from icl_patch import (
-    ContextPatch,
-    ContextPatcher,
-    FingerprintMismatch,
-    PatchFormatError,
-    UnsupportedModelError,
-    metrics,
-)
+from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.analysis.composition import additivity
-from icl_patch.analysis.steering import (
-    in_rome_form,
-    input_covariances,
-    steered,
-    steering_vectors,
-)
+from icl_patch.analysis.steering import in_rome_form, input_covariances, steered, steering_vectors
 from icl_patch.analysis.transfer import on_other_weights
+from icl_patch.errors import FingerprintMismatch, PatchFormatError
 from icl_patch.evaluation import tiny_models
 
 CONTEXT, KEPT = tokens(0, 2, 7), tokens(1, 2, 3)
@@ -36,15 +25,8 @@ def with_context(model: torch.nn.Module, *contexts: Tensor) -> Tensor:
     return model(torch.cat([*contexts, KEPT], 1)).logits[:, -KEPT.shape[1] :]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        "gpt2",  # a bias
-        "cohere",  # the attention beside the MLP
-        "granite",  # multiplies its MLP's output
-    ],
-)
+# a weight, a bias, the attention beside the MLP, a multiplied MLP
+@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "granite"])
 @torch.no_grad()
 def test_steering_has_the_effect_of_the_context(family: str) -> None:
     model = tiny_models.build(family, 0)
@@ -89,18 +71,15 @@ def test_rome_form_is_the_least_edit_of_other_inputs() -> None:
     edited = in_rome_form(patch, covariances)
     for name, z in inputs.items():
         c = z.T @ z / len(z)
-        assert torch.allclose(
-            covariances[1][name], c + 1e-4 * c.diagonal().mean() * torch.eye(len(c))
-        )
+        ridge = 1e-4 * c.diagonal().mean() * torch.eye(len(c))
+        assert torch.allclose(covariances[1][name], c + ridge)
         old, new = (p.layers[1][name][0, 0].double() for p in (patch, edited))
         key = old / old.square().sum()
         solved = torch.linalg.inv(covariances[1][name]) @ key
         assert torch.allclose(new, solved / (key @ solved), rtol=1e-4, atol=1e-6)
         # of all k with k·z = 1, this one is read least in the text
-        others = [
-            old,
-            *(new + 0.01 * x - 0.01 * (x @ key) * old for x in normal(seeded(0), 9, len(c))),
-        ]
+        random = normal(seeded(0), 9, len(c))
+        others = [old, *(new + 0.01 * x - 0.01 * (x @ key) * old for x in random)]
         assert all((z @ new).square().mean() < (z @ other).square().mean() for other in others)
     with ContextPatcher(model, "direct") as patcher:
         replayed = patcher.forward(KEPT, edited)
