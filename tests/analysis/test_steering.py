@@ -60,11 +60,8 @@ def test_rome_form_is_the_least_edit_of_other_inputs() -> None:
     covariances = input_covariances(model, patch.blocks, text)
     inputs: dict[str, Tensor] = {}
     layer = model.get_submodule(patch.blocks[1].path)
-    for name, module in (
-        ("readers.v", layer.mlp.gate_proj),
-        ("mlp.down_proj.v", layer.mlp.down_proj),
-    ):
-        module.register_forward_pre_hook(
+    for name, path in (("readers.v", "mlp.gate_proj"), ("mlp.down_proj.v", "mlp.down_proj")):
+        layer.get_submodule(path).register_forward_pre_hook(
             lambda _module, args, name=name: inputs.__setitem__(name, args[0][0].double())
         )
     model(text)

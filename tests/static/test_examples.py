@@ -44,7 +44,7 @@ def test_text_becomes_the_ids_of_both_prompts(loaded: tuple) -> None:
 
 @pytest.mark.parametrize("template", [CHAT, DEFAULT])
 def test_a_chat_is_what_the_template_writes(template: str) -> None:
-    """A template's own system message, where it has one, stands in the prompt without a given one."""
+    """Its own system message, where it has one, stands in the prompt without the given one."""
     model, tokenizer = embedded.load()
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):
         static.examples(model, tokenizer, ["q"], system="c")
@@ -113,12 +113,8 @@ def test_answers_are_the_first_choices_whatever_the_model_generates_by_default()
     model, examples = build("llama"), [static.Example((5, 6, 7), (7,)), static.Example((9,), (10,))]
     plain = answered(model, examples, 8)
     assert plain[0].answer is not None
-    first = plain[0].answer[0]
-    for name, value in (
-        ("repetition_penalty", 5.0),
-        ("num_beams", 3),
-        ("suppress_tokens", [first]),
-    ):
+    first = [plain[0].answer[0]]
+    for name, value in (("repetition_penalty", 5.0), ("num_beams", 3), ("suppress_tokens", first)):
         model = build("llama")
         setattr(model.generation_config, name, value)
         assert answered(model, examples, 8) == plain
