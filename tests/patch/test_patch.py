@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import build, case, shallow
-from support.numeric import noise_limit, within_roundings
+from support.numeric import noise_limit
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics
@@ -192,34 +192,6 @@ def test_parts_that_cannot_be_selected(patch_of: Callable) -> None:
 
 
 # -- measures
-
-
-@families_and_updates
-def test_weight_changes_are_outer_products_of_the_factors(
-    family: str, update: str, patch_of: Callable
-) -> None:
-    patch, model = patch_of(family, update), small(family)
-    changes = dict(patch.weight_changes(1, 2))
-    parameters = dict(model.named_parameters())
-    expected = {"mlp.gate_proj", "mlp.up_proj"}
-    expected |= {"mlp.down_proj"} if (family, update) != ("gemma3", "direct") else set()
-    expected |= {"post_feedforward_layernorm"} if family == "gemma3" else set()
-    assert changes.keys() == {
-        f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in expected
-    }
-    for name, change in changes.items():
-        assert change.shape == parameters[name].shape and change.any()
-        number, module = name.removesuffix(".weight").split(".", 3)[2:]
-        layer = patch.layers[int(number)]
-        if module == "post_feedforward_layernorm":
-            # Gemma stores w = m - 1
-            wanted = layer[f"{module}.new_scale"][1, 2] - (1 + parameters[name])
-            size = 1 + layer[f"{module}.new_scale"][1, 2].abs() + parameters[name].abs()
-        else:
-            v = layer[f"{module}.v" if module == "mlp.down_proj" else "readers.v"][1, 2]
-            wanted = layer[f"{module}.u"][1, 2].unsqueeze(1) * v.unsqueeze(0)
-            size = wanted.abs()
-        assert within_roundings(change, wanted.detach(), 4, size.detach()), name
 
 
 @families_and_updates

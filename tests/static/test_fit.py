@@ -3,7 +3,6 @@
 import copy
 import importlib
 import math
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 from support.models import build, shallow, tokens
 from support.static import random_examples, random_patch
 
-from icl_patch import ContextPatcher, UnsupportedModelError, embedded, static
+from icl_patch import ContextPatcher, UnsupportedModelError, static
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
 from icl_patch.static import Distillation, Example, StaticPatch
+from icl_patch.static.examples import answered
 from icl_patch.static.student import Student
 from icl_patch.static.targets import targets_of, targets_of_texts
 from icl_patch.static.training import Training
@@ -24,55 +24,25 @@ fit_module = importlib.import_module("icl_patch.static.fit")
 training_module = importlib.import_module("icl_patch.static.training")
 QUIET: dict[str, Any] = {"preserve": (), "accept_worse": True}
 FEW = Distillation(steps=2, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple:
-    return embedded.load()
-
-
-@pytest.fixture(autouse=True)
-def quiet(request: pytest.FixtureRequest) -> Any:
-    """Fits of random models have nothing to preserve, and say so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StaticPatchWarning)
-        yield
+# fits of random models have nothing to preserve, and say so
+pytestmark = pytest.mark.filterwarnings("ignore::icl_patch.errors.StaticPatchWarning")
 
 
 def fit(model: Any, examples: list[Example], **options: Any) -> StaticPatch:
     return static.fit(model, examples, **{**QUIET, "distillation": FEW, "rank": 2, **options})
 
 
-def german(model: Any, tokenizer: Any, first: int, count: int) -> list[Example]:
-    """Questions of three digits, with the answers that they have."""
-    words = ("null", "eins", "zwei", "drei", "vier", "funf", "sechs", "sieben", "acht", "neun")
-    triples = [[n % 10, 3 * n % 10, 7 * n % 10] for n in range(first, first + count)]
-    questions = [" ".join(map(str, triple)) + "." for triple in triples]
-    answers = [" ".join(words[digit] for digit in triple) for triple in triples]
-    return static.examples(
-        model, tokenizer, questions, context="say german\n", answers=answers, end="\n"
-    )
-
-
-def other_prompts(model: Any, tokenizer: Any, count: int) -> list[tuple[int, ...]]:
-    """Prompts of all kinds with their own contexts, and their answers."""
-    texts = [
-        prompt.context + prompt.question + prompt.answer
-        for kind in embedded.KINDS
-        for prompt in embedded.held_out_prompts(kind, count, seed=7)
-        if "german" not in prompt.context
-    ]
-    return static.documents(model, tokenizer, texts)
-
-
 # -- what a fit reaches, and what it measures
 
 
-def test_the_report_is_that_of_the_models(loaded: tuple) -> None:
-    model, tokenizer = loaded
-    tests, texts = german(*loaded, 0, 3), other_prompts(model, tokenizer, 4)
-    options = Distillation(steps=2, learning_rate=0.1, warmup=1)
-    patch = fit(model, german(*loaded, 3, 5), preserve=texts, held_out=tests, distillation=options)
+def test_the_report_is_that_of_the_models() -> None:
+    """Of one held-out prompt that has no context the model gives its own answer."""
+    model, texts = build("llama"), tokens(4, 12, 6).tolist()
+    examples = random_examples(count=8)
+    (plain,) = answered(model, [Example(examples[0].without, examples[0].without)], 3)
+    tests = [plain, *examples[1:3]]
+    options = Distillation(steps=2, learning_rate=0.01, warmup=1, dtype=torch.float32)
+    patch = fit(model, examples[3:], preserve=texts, held_out=tests, distillation=options)
 
     def compared(full: Any, kept: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """KL at each of the last tokens, and the patched model's choices."""
@@ -93,7 +63,7 @@ def test_the_report_is_that_of_the_models(loaded: tuple) -> None:
         whole += choices.tolist() == answer
     # fp32 logits on both sides, from batches of other sizes
     assert report.held_out.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
-    assert report.held_out.whole == whole / 3
+    assert report.held_out.whole == whole / 3 > 0
     unseen = texts[4::5]
     of_texts = torch.cat([compared(text, text, len(text))[0] for text in unseen])
     assert report.preserved.kl == pytest.approx(float(of_texts.mean()), rel=1e-3)

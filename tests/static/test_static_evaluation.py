@@ -101,29 +101,3 @@ def test_cells_of_each_kind_and_a_page(evaluation: ModuleType, tmp_path: Path) -
     text = (tmp_path / "static-results.md").read_text()
     assert all(f"\n## {title}\n" in text for title in ("Few-shot tasks", "Chats", "Facts", "Cost"))
     assert (tmp_path / "pictures" / "static-front.png").stat().st_size > 5000
-
-
-def test_weak_facts_are_those_the_model_believes_less(evaluation: ModuleType) -> None:
-    subject = evaluation.Subject(*embedded.load())
-    tests = subject.task("facts", "facts").tests
-    (weak,), (strong,) = (tests[f"{x}, question"].values() for x in ("weak", "strong"))
-    true = evaluation.encode(subject.tokenizer, " blue")
-    beliefs = []
-    for example in (weak, strong):
-        ids = torch.tensor([example.without + true])
-        with torch.no_grad():
-            found = subject.model(ids).logits[0, -len(true) - 1 : -1].log_softmax(-1)
-        beliefs.append(float(found[range(len(true)), true].sum()))
-    assert beliefs[0] < beliefs[1]
-
-
-def test_the_page_means_over_tasks_and_shows_the_range_of_seeds(evaluation: ModuleType) -> None:
-    page = importlib.import_module("page")
-    entries = [
-        {"kind": "few_shot", "task": task, "method": "static patch", "seed": seed, "value": value}
-        for task, seed, value in (("a", 0, 0.1), ("a", 1, 0.3), ("b", 0, 0.6))
-    ]
-    assert page.over_tasks(entries, lambda e: e["value"]) == pytest.approx(0.4)
-    assert page.shown(entries[:2], lambda e: e["value"], "{:.1f}") == "0.2 [0.1–0.3]"
-    assert page.shown(entries[2:], lambda e: e["value"], "{:.1f}") == "0.6"
-    assert page.shown([], lambda e: e["value"]) == "–"
