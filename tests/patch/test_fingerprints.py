@@ -5,7 +5,6 @@ import gc
 import hashlib
 import pickle
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,9 @@ from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch
 from icl_patch.patch import fingerprints
 from icl_patch.patch.fingerprints import tensor_hashes, weight_fingerprint, weight_state
 
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+DTYPES = [torch.float8_e4m3fn, torch.complex64, torch.bool]
+DTYPES += [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ROW = 8192  # bytes that have a pair of checksums
 
@@ -235,7 +222,6 @@ def test_check_weights_finds_them_too() -> None:
         second, third = patcher.check_weights(), patcher.check_weights()
         assert [check.changed for check in (first, second, third)] == [False, True, False]
         assert first.fingerprint == old.info.fingerprint != second.fingerprint == third.fingerprint
-        assert patcher.compute(IDS, KEPT).info.fingerprint == second.fingerprint
 
 
 @pytest.fixture
@@ -256,26 +242,18 @@ def generate(patcher: ContextPatcher, **options: Any) -> None:
         assert step.patch.info.fingerprint == patcher.fingerprint
 
 
-CALLS: dict[str, Callable[[ContextPatcher], object]] = {
-    "compute": lambda patcher: patcher.compute(IDS, KEPT),
-    "forward": lambda patcher: patcher.forward(KEPT, patcher.compute(IDS, KEPT)),
-    "generate": generate,
-    "one pass": lambda patcher: generate(patcher, mode="shared_cache"),
-}
-
-
 @pytest.mark.parametrize("update", ["exact", "stable"])
-@pytest.mark.parametrize("call", CALLS)
-def test_how_often_weights_are_hashed(update: str, call: str, hashes: list[nn.Module]) -> None:
+def test_how_often_weights_are_hashed(update: str, hashes: list[nn.Module]) -> None:
     model = build("llama")
     with ContextPatcher(model, update) as patcher:
-        for _ in range(3):
-            CALLS[call](patcher)
-        assert hashes == [model]  # attaching made a first patch to try
-        with torch.no_grad():
-            model.lm_head.weight[0, 0] += 1
-        CALLS[call](patcher)
-        assert hashes == [model, model]
+        for count in (1, 2):  # attaching made a first patch to try
+            for _ in range(2):
+                patcher.forward(KEPT, patcher.compute(IDS, KEPT))
+                generate(patcher)
+                generate(patcher, mode="shared_cache")
+                assert hashes == [model] * count
+            with torch.no_grad():
+                model.lm_head.weight[0, 0] += 1
 
 
 def test_saving_and_loading_hash_once_each(hashes: list[nn.Module], tmp_path: Path) -> None:

@@ -16,17 +16,6 @@ from torch import Tensor, nn
 from icl_patch import ContextPatch, ContextPatcher, PatchFormatError
 from icl_patch.evaluation import tiny_models
 
-HIDDEN, INNER = 48, 72
-WIDTHS = {
-    "mlp.gate_proj.u": INNER,
-    "mlp.up_proj.u": INNER,
-    "readers.v": HIDDEN,
-    "mlp.down_proj.u": HIDDEN,
-    "mlp.down_proj.v": INNER,
-    "post_feedforward_layernorm.new_scale": HIDDEN,
-    "post_feedforward_layernorm.scale": HIDDEN,
-}
-
 
 def model() -> nn.Module:
     types = ["sliding_attention", "full_attention"]
@@ -49,16 +38,11 @@ def saved(patch: ContextPatch, tmp_path: Path) -> Path:
 
 def test_the_file_is_as_documented(saved: Path, patch: ContextPatch) -> None:
     header, tensors = read(saved)
-    shapes = {
-        name: (width,) if name.endswith(".scale") else (*patch.kept_ids.shape, width)
-        for name, width in WIDTHS.items()
-    }
-    assert {name: tuple(x.shape) for name, x in tensors.items()} == {
-        f"layers.{i}.{k}": v for i in range(2) for k, v in shapes.items()
-    }
-    assert header["format"] == 2
-    assert (header["kind"], header["arithmetic"]) == ("per_token", "model")
-    assert header["tensor_parallel"] == 1
+    factors = ["mlp.gate_proj.u", "mlp.up_proj.u", "mlp.down_proj.u", "mlp.down_proj.v"]
+    factors += [f"post_feedforward_layernorm.{x}" for x in ("new_scale", "scale")]
+    assert tensors.keys() == {f"layers.{i}.{x}" for i in (0, 1) for x in (*factors, "readers.v")}
+    assert (header["format"], header["kind"]) == (2, "per_token")
+    assert (header["arithmetic"], header["tensor_parallel"]) == ("model", 1)
     written = saved.read_bytes()
     write(saved, header, tensors)
     assert saved.read_bytes() == written
@@ -158,7 +142,7 @@ def other_form(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 def narrow(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """The residual stream's width cut everywhere: nothing in the file contradicts itself."""
     for name, x in tensors.items():
-        tensors[name] = x[..., :40].contiguous() if x.shape[-1] == HIDDEN else x
+        tensors[name] = x[..., :40].contiguous() if x.shape[-1] == 48 else x
 
 
 def one_layer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -168,10 +152,7 @@ def one_layer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 MADE_UP: dict[str, tuple[Change, str]] = {
-    "no such layer": (
-        entry("layers", [0, 2]),
-        "expected blocks, layers and tokens .* out of range",
-    ),
+    "no such layer": (entry("layers", [0, 2]), "blocks, layers and tokens .* out of range"),
     "no such modules": (other_modules, r"modules that the model has, got model\.blocks\.0"),
     "another form": (other_form, "expected blocks, layers and tokens .*'pen'"),
     "format 1": (entry("format", 1), "expected patch format 2, got 1: compute the patch again"),

@@ -254,8 +254,12 @@ def test_a_question_of_several_contexts_is_held_out_in_all() -> None:
 @pytest.mark.parametrize(("count", "held_out"), [(2, 1), (4, 1), (20, 4), (200, 20), (900, 31)])
 def test_few_of_many_questions_are_held_out(count: int, held_out: int) -> None:
     rows = fit_module._split(build("llama"), random_examples(count=count), (), (), 8)
-    assert len(rows.held_out) == held_out
-    assert len(rows.fitted) == count - held_out
+    assert (len(rows.fitted), len(rows.held_out)) == (count - held_out, held_out)
+
+
+def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
+    rows = fit_module._split(build("llama"), random_examples(), (), [[3, 4, 5]] * 10, 8)
+    assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
 
 
 # -- starting from a patch
@@ -333,11 +337,6 @@ def test_a_copy_in_another_dtype_keeps_its_rotary_frequencies() -> None:
     assert all(x.dtype == other[name].dtype for name, x in own.items())
     for name, x in copied.named_parameters():
         assert torch.equal(x, model.get_parameter(name).bfloat16())
-
-
-def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
-    rows = fit_module._split(build("llama"), random_examples(), (), [[3, 4, 5]] * 10, 8)
-    assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
 
 
 def test_forms_that_cannot_hold_a_patch_are_refused() -> None:

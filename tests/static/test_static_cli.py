@@ -73,9 +73,8 @@ def test_generate_with_the_patch_of_a_token(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "token.safetensors"
     arguments = ["--context", "mode upper\nbcdf", "--kept", ">", "--update", "stable"]
     assert run(capsys, "extract", *arguments, "--out", file)[0] == 0
-    status, out, _ = run(
-        capsys, "generate", "--context", ">", "--patch", file, "--max-new-tokens", "1", "--json"
-    )
+    arguments = ["--context", ">", "--patch", file, "--max-new-tokens", "1", "--json"]
+    status, out, _ = run(capsys, "generate", *arguments)
     assert status == 0
     assert len(json.loads(out)["token_ids"]) == 1
     for command in ("export", "apply"):
@@ -150,24 +149,17 @@ def test_inspect_shows_a_static_patch(
     assert "expected a patch of one change per token" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rank", "129"], "expected a rank from 1 to 128"),
-        (["--first-block", "6"], "expected a first block from 0 to 5, got 6"),
-        (["--seconds", "-1"], "a positive number of seconds"),
-        (["--learning-rate", "9", "--steps", "1"], "expected a patch that"),
-    ],
-)
 def test_a_refused_fit_writes_nothing(
-    options: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    out = tmp_path / "patch.safetensors"
-    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", *options]
-    status, _, err = run(capsys, *arguments, "--out", out)
-    assert status == 2
-    assert message in err
-    assert not list(tmp_path.iterdir())
+    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n"]
+    for options, message in (
+        (["--rank", "129"], "expected a rank from 1 to 128"),
+        (["--learning-rate", "9", "--steps", "1"], "expected a patch that"),
+    ):
+        status, _, err = run(capsys, *arguments, *options, "--out", tmp_path / "patch.safetensors")
+        assert status == 2 and message in err
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["generate", "apply", "export", "replay"])
@@ -192,21 +184,21 @@ def test_a_patch_without_its_model_is_refused_by_the_models_name(
     assert f"expected MODEL, my/model or its folder, as {file} is a patch of it" in err
 
 
-@pytest.mark.parametrize("command", ["extract", "fit"])
 def test_a_file_is_replaced_only_with_force(
-    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "mine.safetensors"
-    out.write_text("mine")
-    options = ["--context", "abc", "--question", "d"]
-    if command == "fit":
-        options = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "2"]
-        options += ["--accept-worse"]
-    status, _, err = run(capsys, command, *options, "--out", out)
-    assert (status, out.read_text()) == (2, "mine")
-    assert f"expected a new name for --out, there is {out} already: --force replaces" in err
-    assert run(capsys, command, *options, "--out", out, "--force")[0] == 0
-    assert read_file(out)[0]["model"] == "embedded"
+    examples = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "2"]
+    for command, *options in (
+        ("extract", "--context", "abc", "--question", "d"),
+        ("fit", *examples, "--accept-worse"),
+    ):
+        out.write_text("mine")
+        status, _, err = run(capsys, command, *options, "--out", out)
+        assert (status, out.read_text()) == (2, "mine")
+        assert f"expected a new name for --out, there is {out} already: --force replaces" in err
+        assert run(capsys, command, *options, "--out", out, "--force")[0] == 0
+        assert read_file(out)[0]["model"] == "embedded"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"])
