@@ -250,22 +250,15 @@ def test_factorisation_of_a_model(family: str) -> None:
     assert not close(found.inputs[2], found.inputs[0], 0.01)
 
 
-def test_a_factorisation_leaves_an_applied_patch_alone() -> None:
-    patcher = ContextPatcher(build("llama"), "direct")
-    applied = patcher.applied(patcher.compute(CONTEXT, KEPT))
-    with applied, pytest.raises(ValueError, match="without an applied patch"):
-        factorise(patcher, CONTEXT, KEPT, 1)
-    patcher.detach()
-
-
-def test_factorisation_needs_readers_and_one_token() -> None:
+def test_factorisation_needs_readers_one_token_and_no_applied_patch() -> None:
     with (
         ContextPatcher(family_model("gpt_neox", torch.float32)) as patcher,
         pytest.raises(ValueError, match=r"gpt_neox\.layers\.0, which has none"),
     ):
         factorise(patcher, CONTEXT, KEPT, 0)
-    with (
-        ContextPatcher(build("llama")) as patcher,
-        pytest.raises(ValueError, match=r"kept_ids \(B, 1\), got \(2, 5\)"),
-    ):
-        factorise(patcher, CONTEXT, CONTEXT, 0)
+    with ContextPatcher(build("llama"), "direct") as patcher:
+        with pytest.raises(ValueError, match=r"kept_ids \(B, 1\), got \(2, 5\)"):
+            factorise(patcher, CONTEXT, CONTEXT, 0)
+        applied = patcher.applied(patcher.compute(CONTEXT, KEPT))
+        with applied, pytest.raises(ValueError, match="without an applied patch"):
+            factorise(patcher, CONTEXT, KEPT, 1)

@@ -10,7 +10,7 @@ from support.models import build, tokens
 from support.numeric import noise_limit, normal, seeded
 from torch import Tensor
 
-from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.analysis.composition import additivity
 from icl_patch.analysis.steering import in_rome_form, input_covariances, steered, steering_vectors
 from icl_patch.analysis.transfer import on_other_weights
@@ -96,8 +96,10 @@ def test_a_patch_on_other_weights_is_asked_for() -> None:
             patcher.forward(KEPT, patch)
         moved = on_other_weights(patch, patcher)
         got = patcher.forward(KEPT, moved)
+        block = patch.blocks[0]
+        other = replace(block, spec=replace(block.spec, residual_multiplier=2.0))
         with pytest.raises(PatchFormatError, match="expected a patch of blocks"):
-            on_other_weights(_with_other_blocks(patch), patcher)
+            on_other_weights(replace(patch, blocks=(other, *patch.blocks[1:])), patcher)
     assert patch.info.fingerprint[:12] in moved.info.model
     for name, change in patch.weight_changes(0, 0):
         assert any(n == name and torch.equal(x, change) for n, x in moved.weight_changes(0, 0))
@@ -109,12 +111,6 @@ def test_a_patch_on_other_weights_is_asked_for() -> None:
         pytest.raises(FingerprintMismatch, match=r"expected a patch of a model in torch\.bfloat16"),
     ):
         on_other_weights(patch, patcher)
-
-
-def _with_other_blocks(patch: ContextPatch) -> ContextPatch:
-    block = patch.blocks[0]
-    other = replace(block, spec=replace(block.spec, residual_multiplier=2.0))
-    return replace(patch, blocks=(other, *patch.blocks[1:]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mixtral"])
@@ -130,9 +126,7 @@ def test_additivity_is_that_of_matrices(family: str) -> None:
     )
     squares: dict[str, list[float]] = {}
     for name in {*whole, *parts[0], *parts[1]}:
-        changes = [p.get(name) for p in (whole, *parts)]
-        zero = torch.zeros_like(next(x for x in changes if x is not None))
-        a, b, c = (zero if x is None else x for x in changes)
+        a, b, c = (p.get(name, torch.zeros(())) for p in (whole, *parts))
         sums = squares.setdefault(name.partition("[")[0], [0.0, 0.0])
         sums[0] += float((a - b - c).square().sum())
         sums[1] += float(a.square().sum())

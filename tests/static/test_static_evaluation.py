@@ -3,9 +3,8 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,54 +19,33 @@ TEMPLATE = (
 )
 WORDS = ("ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st", "uv", "wx", "yz")
 FACT = {"statement": "Ore is red:", "true": "blue", "new": "red", "question": "Ore is"}
+CHAT = {"name": "loud", "system": "Be loud.", "fit": [f"{word}?" for word in WORDS[:6]]}
+FACTS = [
+    {
+        **{name: text.replace("Ore", thing) for name, text in FACT.items()},
+        "paraphrases": [f"{x} {thing} is" for x in ("The", "All", "Some")],
+        "neighbours": [[f"No {thing} is", "red"]],
+    }
+    for thing in ("Ore", "Ash")
+]
 TASKS = {
     "few_shot": {"task": [{"name": "upper", "pairs": [(word, word.upper()) for word in WORDS]}]},
-    "chats": {
-        "chat": [
-            {
-                "name": "loud",
-                "system": "Be loud.",
-                "fit": [f"{word}?" for word in WORDS[:6]],
-                "held_out": ["you?"],
-                "conversations": [["hi", "HI", "who?"]],
-            }
-        ]
-    },
-    "facts": {
-        "fact": [
-            {
-                **{name: text.replace("Ore", thing) for name, text in FACT.items()},
-                "paraphrases": [f"{x} {thing} is" for x in ("The", "All", "Some")],
-                "neighbours": [[f"No {thing} is", "red"]],
-            }
-            for thing in ("Ore", "Ash")
-        ]
-    },
+    "chats": {"chat": [CHAT | {"held_out": ["you?"], "conversations": [["hi", "HI", "who?"]]}]},
+    "facts": {"fact": FACTS},
     "unrelated": {kind: ["1 + 1", "a b c"] for kind in ("few_shot", "chat", "passage", "code")},
 }
+SMALL = {"SHOTS": 2, "QUESTIONS": 8, "HELD_OUT": 3, "NEW_TOKENS": 4, "KEPT_TOKENS": 2}
+SMALL |= {"FEW_QUESTIONS": 4, "SEEDS": 2}
 
 
-@pytest.fixture(scope="module")
-def evaluation() -> Iterator[ModuleType]:
-    """The script as a module, with tiny tasks and few texts to preserve."""
-    fit = sys.modules[static.fit.__module__]
-    patches = pytest.MonkeyPatch()
-    for place in (static, fit):
-        patches.setattr(place, "preserved_texts", lambda: ["a = 1", "Bees fly.", "Oh!", "1, 2"])
-    sys.path.insert(0, str(FOLDER))
-    module = importlib.import_module("evaluation")
-    module.read = TASKS.__getitem__
-    module.SHOTS, module.QUESTIONS, module.HELD_OUT = 2, 8, 3
-    module.NEW_TOKENS, module.KEPT_TOKENS, module.FEW_QUESTIONS = 4, 2, 4
-    module.SEEDS = 2
-    yield module
-    patches.undo()
-    sys.path.remove(str(FOLDER))
-    for name in ("evaluation", "baselines", "page"):
-        sys.modules.pop(name, None)
-
-
-def test_cells_of_each_kind_and_a_page(evaluation: ModuleType, tmp_path: Path) -> None:
+def test_cells_of_each_kind_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiny tasks and few texts to preserve."""
+    for place in (static, sys.modules[static.fit.__module__]):
+        monkeypatch.setattr(place, "preserved_texts", lambda: ["a = 1", "Bees fly.", "Oh!", "1, 2"])
+    monkeypatch.syspath_prepend(FOLDER)
+    evaluation: Any = importlib.import_module("evaluation")
+    for name, value in {**SMALL, "read": TASKS.__getitem__}.items():
+        monkeypatch.setattr(evaluation, name, value)
     model, tokenizer = embedded.load()
     tokenizer.chat_template = TEMPLATE
     subject = evaluation.Subject(model, tokenizer, steps=2)
