@@ -6,7 +6,6 @@ import hashlib
 import pickle
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -211,8 +210,6 @@ def test_changes_that_torch_does_not_count(part: str, through: str, tmp_path: Pa
         works(patcher)
         patcher.compute(IDS, KEPT).save(path)
     ContextPatch.load(path, model)
-    with pytest.raises(FingerprintMismatch):
-        ContextPatch.load(path, build("llama"))
 
 
 def test_check_weights_finds_them_too() -> None:
@@ -237,11 +234,6 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return models
 
 
-def generate(patcher: ContextPatcher, **options: Any) -> None:
-    for step in patcher.generate(IDS, max_new_tokens=3, **options):
-        assert step.patch.info.fingerprint == patcher.fingerprint
-
-
 @pytest.mark.parametrize("update", ["exact", "stable"])
 def test_how_often_weights_are_hashed(update: str, hashes: list[nn.Module]) -> None:
     model = build("llama")
@@ -249,8 +241,9 @@ def test_how_often_weights_are_hashed(update: str, hashes: list[nn.Module]) -> N
         for count in (1, 2):  # attaching made a first patch to try
             for _ in range(2):
                 patcher.forward(KEPT, patcher.compute(IDS, KEPT))
-                generate(patcher)
-                generate(patcher, mode="shared_cache")
+                for mode in ("two_pass", "shared_cache"):
+                    for step in patcher.generate(IDS, max_new_tokens=3, mode=mode):
+                        assert step.patch.info.fingerprint == patcher.fingerprint
                 assert hashes == [model] * count
             with torch.no_grad():
                 model.lm_head.weight[0, 0] += 1
@@ -304,11 +297,3 @@ def test_copies_of_a_patch(llama_patcher: ContextPatcher) -> None:
         assert torch.equal(llama_patcher.forward(KEPT, other), llama_patcher.forward(KEPT, patch))
         assert other.weights is None
     assert patch.weights is llama_patcher.attached_model.weights
-
-
-def test_attaching_changes_no_hash() -> None:
-    for family in ("gemma2", "mixtral", "gpt2"):
-        model = shallow(family)
-        before = weight_fingerprint(model)
-        with ContextPatcher(model, "stable") as patcher:
-            assert patcher.fingerprint == patcher.check_weights().fingerprint == before

@@ -135,10 +135,6 @@ def other_modules(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         block["path"] = block["path"].replace("layers", "blocks")
 
 
-def other_form(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    header["blocks"][1]["form"]["writer"] = "pen"
-
-
 def narrow(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """The residual stream's width cut everywhere: nothing in the file contradicts itself."""
     for name, x in tensors.items():
@@ -154,7 +150,10 @@ def one_layer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 MADE_UP: dict[str, tuple[Change, str]] = {
     "no such layer": (entry("layers", [0, 2]), "blocks, layers and tokens .* out of range"),
     "no such modules": (other_modules, r"modules that the model has, got model\.blocks\.0"),
-    "another form": (other_form, "expected blocks, layers and tokens .*'pen'"),
+    "another form": (
+        lambda x, _: x["blocks"][1]["form"].update(writer="pen"),
+        "expected blocks, layers and tokens .*'pen'",
+    ),
     "format 1": (entry("format", 1), "expected patch format 2, got 1: compute the patch again"),
     "a static patch": (entry("kind", "static"), "expected kind 'per_token', got 'static'"),
     "no device": (entry("tensor_parallel", 0), "expected tensor_parallel of .* ≥ 1, got 0"),

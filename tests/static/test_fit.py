@@ -318,10 +318,9 @@ def test_parts_and_blocks_are_those_that_change() -> None:
     assert changes.keys() == expected
 
 
-@pytest.mark.parametrize("name", ["gptj", "gemma3", "gpt2", "falcon"])
-def test_other_forms_of_blocks(name: str) -> None:
-    patch = fit(shallow(name), random_examples(), first_block=0)
-    assert patch.report is not None and patch.report.held_out
+def test_other_forms_of_blocks() -> None:
+    for name in ("gptj", "gemma3", "gpt2", "falcon"):
+        assert fit(shallow(name), random_examples()).report.held_out.questions == 1
 
 
 def test_a_copy_in_another_dtype_keeps_its_rotary_frequencies() -> None:
