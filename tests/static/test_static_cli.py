@@ -55,10 +55,6 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
     return file
 
 
-def test_the_choices_are_those_of_the_package() -> None:
-    assert fit.PARTS == PARTS
-
-
 def test_generate_with_a_static_patch(patch_file: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["generate", "--context", "4 7 7.", "--max-new-tokens", "18"]
     status, out, _ = run(capsys, *arguments, "--patch", patch_file)
@@ -152,6 +148,7 @@ def test_inspect_shows_a_static_patch(
 def test_a_refused_fit_writes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    assert fit.PARTS == PARTS
     arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n"]
     for options, message in (
         (["--rank", "129"], "expected a rank from 1 to 128"),
