@@ -221,10 +221,11 @@ class _Reading:
     ) -> BlockSpec:
         """The form with this ending, and with what is ``found`` of it already."""
         down, post_norm = ending.get("down"), ending.get("post_norm")
-        writer = Writer.SCALE
-        if post_norm is None and down is None:
+        if post_norm is not None:
+            writer = Writer.SCALE
+        elif down is None:
             writer = Writer.EXPERTS
-        elif post_norm is None:
+        else:
             biased = isinstance(getattr(down.module, "bias", None), Tensor)
             writer = Writer.BIAS if biased else Writer.WEIGHT
         closing = [
@@ -232,13 +233,13 @@ class _Reading:
             for call in self.norms
             if call is not post_norm and call.made.same_as(self.block.made)
         ]
+        found |= {name: call.path for name, call in ending.items()}
         made = self.block.made
         if closing:  # a post-LN block
             found["final_norm"], made = closing[-1].path, closing[-1].given
         return BlockSpec(
             writer=writer,
             dtype=str(made.now.dtype).removeprefix("torch."),
-            **{name: call.path for name, call in ending.items()},
             **self._explain(residuals, post_norm or down or self.experts[0], made),
             **self._norm_form([ending[x] for x in ("post_norm", "inner_norm") if x in ending]),
             **found,
