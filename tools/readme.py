@@ -47,7 +47,7 @@ def _data(name: str) -> Any:
 
 
 def memory() -> str:
-    """A kept token's patch beside the KV cache of the context, from tools/patch_memory.py."""
+    """A kept token's patch beside the KV cache of the context, from tools/measure.py."""
     rows, measured = [], _data("patch-memory.json")["rows"]
     for row in sorted(measured, key=lambda row: row["patch_bytes"]["exact"]):
         exact, stable = (row["patch_bytes"][update] for update in ("exact", "stable"))
@@ -167,14 +167,14 @@ def passes() -> str:
 
 
 def peaks() -> str:
-    """The memory of a generation after a long context, from tools/offload_memory.py."""
+    """The memory of a generation after a long context, from tools/measure.py."""
     found = _data("offload-memory.json")["generation"]
     sizes = [f"{found[call]} MiB" for call in ("own", "exact", "stable")]
     return _table(["`model.generate`", "`exact`", "`stable`"], [sizes])
 
 
 def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[str], float]]]]:
-    """The record of tools/extraction_speed.py, and each of its runs with the medians of its
+    """The record of tools/measure.py, and each of its runs with the medians of its
     seconds.
     """
     record = _data("extraction-speed.json")
@@ -186,20 +186,18 @@ def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[
 
 
 def extraction() -> str:
-    """The time of an extraction beside the model's own passes, and its parts."""
+    """The time of an extraction beside the model's own passes."""
     rows = []
     for run, seconds in _extractions()[1]:
         ratio = statistics.median(
             record["seconds"]["all"] / record["seconds"]["own"] for record in run["records"]
         )
-        parts = [seconds(part) / seconds("all") for part in ("compute", "write")]
         patches = run["records"][0]["patches"] * run["workers"]
         memory = max(record["peak_bytes"] for record in run["records"])
         cells = [f"`{run['update']}`", str(run["workers"]), f"{patches / seconds('all'):.2f}"]
-        cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in parts)]
-        rows.append([*cells, f"{memory / 1e9:.2f} GB"])
-    columns = ["update", "processes", "rows/s", "× the model's own time", "patches", "writing them"]
-    return _table([*columns, "peak memory"], rows)
+        rows.append([*cells, f"{ratio:.2f}", f"{memory / 1e9:.2f} GB"])
+    columns = ["update", "processes", "rows/s", "× the model's own time", "peak memory"]
+    return _table(columns, rows)
 
 
 def hundred() -> str:
@@ -215,7 +213,7 @@ def hundred() -> str:
 
 
 def splits() -> str:
-    """Families by what split models compute, from tools/splits.py: families with equal cells share
+    """Families by what split models compute, from tools/measure.py: families with equal cells share
     a row.
     """
     text = (ROOT / "docs/data/splits.jsonl").read_text(encoding="utf-8")
@@ -248,7 +246,7 @@ def _of_split(lines: list[dict[str, Any]]) -> str:
 
 
 def split_steps() -> str:
-    """Decode steps of models that are split over two processes, from tools/split_steps.py."""
+    """Decode steps of models that are split over two processes, from tools/measure.py."""
     rows = []
     for row in _data("split-steps.json")["rows"]:
         own, ours = (statistics.median(row["seconds"][name]) for name in ("own", "stable"))
