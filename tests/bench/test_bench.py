@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from icl_patch import ops
 from icl_patch.bench import BENCHMARKS, timing
-from icl_patch.bench.cases import attention, linear
+from icl_patch.bench.cases import linear
 from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results, load_all, page
 from icl_patch.bench.timing import InTurn, compare
@@ -246,15 +246,6 @@ def test_a_broken_op_fails_and_the_command_says_so(
     for row in load_all(tmp_path, "linear")[0]["rows"]:
         if row["ours"]:
             assert row["failed"].startswith("expected the fp64 result")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention(dtype: torch.dtype) -> None:
-    comparison = attention.comparison(5, 6, 2, 8, 9, dtype, CPU)
-    for name, call in comparison.calls.items():
-        comparison.check(name, call())
-    with pytest.raises(AssertionError, match="expected the fp64 result within"):
-        comparison.check("repeated", comparison.calls["repeated"]() + 0.1)
 
 
 # What is committed
