@@ -33,17 +33,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table: its name, the function that builds its comparison when its turn comes
-    (it may take much memory), and its parameters.
+    """One line of a table: its name, and the function that builds its comparison when its turn
+    comes: it may take much memory.
     """
 
     name: str
     build: Callable[[], Comparison]
-    parameters: Mapping[str, str | int] = field(default_factory=dict)
 
     def rows(self, device: torch.device, rounds: int) -> list[dict[str, Any]]:
         """A row for each call: its time if its result is correct, else the reason (``failed``)."""
-        head: dict[str, Any] = {"case": self.name, "parameters": dict(self.parameters)}
+        head: dict[str, Any] = {"case": self.name}
         try:
             comparison = self.build()
         except Exception as error:  # the other cases still run

@@ -113,7 +113,6 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
         Case(
             f"{shape.name} {dtype_name(dtype)} B={batch} context={context}",
             functools.partial(comparison, shape, batch, context, dtype, device),
-            {"model": shape.name, "dtype": dtype_name(dtype), "batch": batch, "context": context},
         )
         for context in contexts
         for shape in shapes

@@ -44,6 +44,13 @@ SHAPES = {
     "GPT-2 XL up, Conv1D": (6400, 1600),
 }
 CONV1D = "Conv1D"  # of a matrix that is stored as (K, N)
+ON_CPU = (
+    "Gemma-3-1B up",
+    "Gemma-3-1B down",
+    "Gemma-3-4B up",
+    "Llama-3-8B up",
+    f"GPT-2 XL up, {CONV1D}",
+)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 RANKS = (1, 4, 16)
 DTYPES = (torch.bfloat16, torch.float32)
@@ -51,33 +58,25 @@ READ = "reading W"
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    """The whole grid, or a part that takes a few minutes; the cases of a weight in sequence."""
-    chosen = _quick_on_gpu if device.type == "cuda" else _quick_on_cpu
-    found = []
-    for matrix, dtype, rank, rows in itertools.product(SHAPES, DTYPES, RANKS, ROWS):
-        if quick and not chosen(matrix, dtype, rank, rows):
-            continue
-        n, k = SHAPES[matrix]
-        name = dtype_name(dtype)
-        sizes = {"n": n, "k": k, "rows": rows, "rank": rank}
-        parameters: dict[str, str | int] = {"matrix": matrix, "dtype": name, **sizes}
-        build = functools.partial(comparison, matrix, dtype, rows, rank, device)
-        found.append(Case(f"{matrix} {n} × {k} {name} M={rows} R={rank}", build, parameters))
-    return found
-
-
-def _quick_on_gpu(matrix: str, dtype: torch.dtype, rank: int, rows: int) -> bool:
-    """bf16; rank 1 everywhere, other ranks at the first three shapes."""
-    few = matrix in list(SHAPES)[:3] and rows in (1, 8, 32)
-    return dtype is torch.bfloat16 and (rank == 1 or few)
-
-
-def _quick_on_cpu(matrix: str, _dtype: torch.dtype, rank: int, rows: int) -> bool:
-    """Weights from 16 MB to 0.23 GB; other ranks and many rows at the smallest."""
-    if matrix == "Gemma-3-1B up":
-        return rank == 1 or rows in (1, 2)
-    names = ("Gemma-3-1B down", "Gemma-3-4B up", "Llama-3-8B up", "GPT-2 XL up, Conv1D")
-    return matrix in names and rank == 1 and rows <= 16
+    """The whole grid, or a part that takes a few minutes, of rank 1: on a GPU bf16, on a CPU few
+    rows and weights from 16 MB to 0.23 GB. The cases of a weight come in sequence.
+    """
+    shapes, dtypes, ranks, most = [*SHAPES], DTYPES, RANKS, ROWS[-1]
+    if quick:
+        ranks = (1,)
+        if device.type == "cuda":
+            dtypes = (torch.bfloat16,)
+        else:
+            shapes, most = [*ON_CPU], 16
+    return [
+        Case(
+            f"{matrix} {n} × {k} {dtype_name(dtype)} M={rows} R={rank}",
+            functools.partial(comparison, matrix, dtype, rows, rank, device),
+        )
+        for matrix, dtype, rank, rows in itertools.product(shapes, dtypes, ranks, ROWS)
+        for n, k in [SHAPES[matrix]]
+        if rows <= most
+    ]
 
 
 @functools.lru_cache(maxsize=1)
