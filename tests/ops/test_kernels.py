@@ -46,8 +46,8 @@ COMPILED = [
     "norm_pair Gemma",
     "rms_norm Llama",
     "gated_product gelu_tanh",
-    "untuned: bfloat16 N ≤ 4096, experts",
-    "untuned: float32, experts",
+    "untuned: gemv bfloat16 N ≤ 4096, experts",
+    "untuned: gemv float32, experts",
 ]
 
 
