@@ -139,7 +139,7 @@ gpu-full: $(RUN) ## there, the whole grid of benchmarks; resumes a stopped run
 tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file; TUNE=--quick takes minutes
 	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs $(TUNE)
 
-profile: $(RUN) ## profile the products and a decode step with Nsight Compute and torch.profiler; a page in docs/profiles
+profile: $(RUN) ## profile the products and a decode step with Nsight Compute and torch.profiler
 	$(RUN) tools/profiles.py
 
 # Apart from the rest, as torchao.

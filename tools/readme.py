@@ -173,43 +173,19 @@ def peaks() -> str:
     return _table(["`model.generate`", "`exact`", "`stable`"], [sizes])
 
 
-def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[str], float]]]]:
-    """The record of tools/measure.py, and each of its runs with the medians of its
-    seconds.
-    """
-    record = _data("extraction-speed.json")
-
-    def median_of(run: dict[str, Any]) -> Callable[[str], float]:
-        return lambda part: statistics.median(x["seconds"][part] for x in run["records"])
-
-    return record, [(run, median_of(run)) for run in record["runs"]]
-
-
 def extraction() -> str:
-    """The time of an extraction beside the model's own passes."""
+    """The time of an extraction beside the model's own passes, from tools/measure.py."""
     rows = []
-    for run, seconds in _extractions()[1]:
-        ratio = statistics.median(
-            record["seconds"]["all"] / record["seconds"]["own"] for record in run["records"]
-        )
-        patches = run["records"][0]["patches"] * run["workers"]
-        memory = max(record["peak_bytes"] for record in run["records"])
-        cells = [f"`{run['update']}`", str(run["workers"]), f"{patches / seconds('all'):.2f}"]
-        rows.append([*cells, f"{ratio:.2f}", f"{memory / 1e9:.2f} GB"])
+    for run in _data("extraction-speed.json")["runs"]:
+        records = run["records"]
+        seconds = statistics.median(record["seconds"]["all"] for record in records)
+        ratio = statistics.median(x["seconds"]["all"] / x["seconds"]["own"] for x in records)
+        rate = records[0]["patches"] * run["workers"] / seconds
+        memory = max(record["peak_bytes"] for record in records)
+        cells = [f"`{run['update']}`", str(run["workers"]), f"{rate:.2f}", f"{ratio:.2f}"]
+        rows.append([*cells, f"{memory / 1e9:.2f} GB"])
     columns = ["update", "processes", "rows/s", "× the model's own time", "peak memory"]
     return _table(columns, rows)
-
-
-def hundred() -> str:
-    """The bytes that a hundred processes at the measured rate of one move in a second."""
-    record, runs = _extractions()
-    written = []
-    for run, seconds in runs:
-        if run["workers"] == 1:
-            rate = 100 * run["records"][0]["bytes"]["shards"] / seconds("all")
-            written.append(f"{rate / 1e9:.1f} GB with `{run['update']}`")
-    read = f"Weights read at the start: {100 * record['weights_bytes'] / 1e9:.0f} GB."
-    return f"Factors written in a second: {', '.join(written)}.\n{read}"
 
 
 def splits() -> str:
@@ -221,20 +197,16 @@ def splits() -> str:
     for line in map(json.loads, text.splitlines()):
         found.setdefault(line["family"], {}).setdefault(line["split"], []).append(line)
     rows: dict[tuple[str, ...], list[str]] = {}
-    errors: dict[tuple[str, ...], float] = {}
     for family, by_split in found.items():
-        cells = tuple(_of_split(by_split[name]) for name in by_split)
-        rows.setdefault(cells, []).append(family)
-        shared = [line["error"] for line in by_split["tp 2"] if "error" in line]
-        errors[cells] = max([errors.get(cells, 0.0), *shared])
+        rows.setdefault(tuple(map(_of_split, by_split.values())), []).append(family)
     names = {"cpu": "on the CPU", "disk": "on disk"}
     names |= {name: f"`{name[:2]}_size={name[3:]}`" for name in ("pp 2", "pp 4", "tp 2")}
-    order = list(next(iter(found.values())))
-    table = [
-        [", ".join(families), *cells, f"{errors[cells]:.0e}" if errors[cells] else ""]
-        for cells, families in sorted(rows.items(), key=lambda row: -len(row[1]))
-    ]
-    return _table(["families", *(names[name] for name in order), "largest error"], table)
+    table = []
+    for cells, families in sorted(rows.items(), key=lambda row: -len(row[1])):
+        lines = [line for family in families for line in found[family]["tp 2"]]
+        largest = max((line["error"] for line in lines if "error" in line), default=0.0)
+        table.append([", ".join(families), *cells, f"{largest:.0e}" if largest else ""])
+    return _table(["families", *names.values(), "largest error"], table)
 
 
 def _of_split(lines: list[dict[str, Any]]) -> str:
@@ -272,7 +244,6 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "docs/models.md": {"families": support_markdown},
     "docs/scale.md": {
         "extraction": extraction,
-        "hundred": hundred,
         "splits": splits,
         "split-steps": split_steps,
     },
