@@ -12,7 +12,6 @@ MODEL is a folder. accelerate must be importable. tools/readme.py writes the tab
 import functools
 import hashlib
 import json
-import math
 import os
 import resource
 import statistics
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
@@ -384,27 +382,9 @@ def steps_rank(folder: str, split: str) -> None:
         for name, found in times.items():
             few, many = (seconds(name, new) for new in LENGTHS)
             found += [(many - few) / steps] if number else []  # the first is to warm up
-    counts = {}
-    for name in times:
-        few, many = (counted(lambda name=name, new=new: run(name, new)) for new in LENGTHS)
-        counts[name] = {key: (many[key] - few[key]) / steps for key in few}
     if os.environ["RANK"] == "0":
-        print(json.dumps({"seconds": times, "a step": counts}), flush=True)
+        print(json.dumps({"seconds": times}), flush=True)
     os._exit(0)
-
-
-def counted(call: Callable[[], None]) -> dict[str, float]:
-    """Operators, messages between the processes and their bytes, of this process."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
-        call()
-    events = found.key_averages(group_by_input_shape=True)
-    sent = [event for event in events if event.key.startswith("gloo:")]
-    sizes = [event.count * sum(map(math.prod, filter(None, event.input_shapes))) for event in sent]
-    return {
-        "operators": sum(event.count for event in events if event.key.startswith("aten::")),
-        "messages": sum(event.count for event in sent),
-        "bytes": 4 * sum(sizes),  # of fp32; the ranks' agreement is a few numbers
-    }
 
 
 CALLS = (patches, memory, extraction, splits, split_steps)
