@@ -117,7 +117,7 @@ def test_a_captured_graph_follows_its_factors(layout: str, rows: int) -> None:
 
 
 def test_captured_programs_that_share_outputs() -> None:
-    """Two graphs at a time, and launches beside them: the counters of none are another's."""
+    """Two graphs at a time, and launches beside them."""
     config = replace(kernels.config_for("", torch.bfloat16, 640, "gemv"), splits=4, pdl=True)
     case = linear_case("row", (2, 640, 5000), 1, torch.bfloat16)
     expected = launch_linear(**case.arguments, config=config)
