@@ -11,7 +11,7 @@ All ways run in turns, on the same weights and tokens. In the order of the table
   bit-identical to the model as it is. `shared cache` and `two streams` are the stable update, over
   one cache for both streams and over one for each (two passes and two streams only up to 8
   rows). `compiled` has a static cache that both streams share and is compiled, and on a GPU a CUDA
-  graph; `CUDA graph` is the same without the compiler.
+  graph.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph.
 - `patch applied`, in older tables, is the model's own step with a given patch applied in every
@@ -218,11 +218,6 @@ def _ours(
         builders[_NAMES[two]] = lambda: _decoding_step(stable, ids, two)
         builders[EXACT_TWO_PASSES] = lambda: _two_pass_step(exact, ids)
     builders[OURS_COMPILED] = lambda: _compiled_step(stable, ids, compilers, mode)
-    if cuda:
-        graph = CompileOptions(cuda_graph=True)
-        builders["recompute and apply, CUDA graph"] = lambda: _compiled_step(
-            stable, ids, graph, mode
-        )
     return builders
 
 

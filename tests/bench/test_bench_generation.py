@@ -96,7 +96,6 @@ def test_every_way_says_what_the_model_says(
     limit = noise_limit(generation.models_of(shape, torch.float32, device).plain)
     assert found.ours == OURS == next(iter(found.calls))
     assert {PLAIN, COMPILED, NAIVE, OURS_COMPILED, "replay of a given patch"} <= set(found.calls)
-    assert ("recompute and apply, CUDA graph" in found.calls) == (device == CUDA)
     assert (PEFT in found.calls) == (generation.has_peft())
     for name, call in found.calls.items():
         if name == EXACT and os.environ.get("ICL_PATCH_OPS") == "torch":
