@@ -60,11 +60,11 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     """The whole grid, or a part that takes a few minutes, of rank 1: on a GPU bf16, on a CPU few
     rows and weights from 16 MB to 0.23 GB. The cases of a weight come in sequence.
     """
-    shapes, dtypes, ranks, most = [*SHAPES], DTYPES, RANKS, ROWS[-1]
+    shapes, dtypes, ranks, most = [*SHAPES], [*DTYPES], [*RANKS], ROWS[-1]
     if quick:
-        ranks = (1,)
+        ranks = [1]
         if device.type == "cuda":
-            dtypes = (torch.bfloat16,)
+            dtypes = [torch.bfloat16]
         else:
             shapes, most = [*ON_CPU], 16
     return [
