@@ -42,7 +42,7 @@ LIMITS = {GEMV: (1728, 4096, 16384, None), GEMM: (None,)}
 """The largest N of the classes that have a configuration of their own."""
 
 CASES = {GEMV: ((1, 1), (4, 1), (16, 1)), GEMM: ((32, 1), (512, 1))}
-"""Rows and rank at which a path is measured: one configuration serves them all, as it fixes the
+"""Rows and rank at which a path is measured, every second in short: one configuration serves them all, as it fixes the
 order of summation.
 """
 
@@ -96,18 +96,18 @@ def choose(
     coefficients a program sums itself.
     """
     chosen, least, capability = [], 0, capability_of(device)
+    cases = CASES[path][:: 2 if quick else 1]
     known = [size for name, size in SHAPES.items() if CONV1D not in name]
     for most in LIMITS[path]:
         shapes = [(n, k) for n, k in known if n > least and (most is None or n <= most)]
-        best = functools.partial(
-            fastest, shapes[: 1 if quick else None], device, dtype, progress=progress
-        )
-        config = best(candidates(dtype, path), CASES[path])
+        some = shapes[: 1 if quick else None]
+        best = functools.partial(fastest, some, device, dtype, progress=progress)
+        config = best(candidates(dtype, path), cases)
         if path == GEMV:
             splits = (1, 2, 4, 8) if most is not None and most <= NARROW else (1,)
             launches = [replace(config, splits=n, pdl=pdl) for n in splits for pdl in (False, True)]
             launches = [of.for_capability(capability) for of in launches]
-            config = best(dict.fromkeys(launches), CASES[path])
+            config = best(dict.fromkeys(launches), cases)
             fused = [replace(config, fused=n) for n in (1, 4, 8, 16, 32)]
             config = best(fused, ((1, 1), (8, 1), (4, 4)))
         progress(f"{path} {DTYPES[dtype]} N ≤ {most}: {config}")
