@@ -42,8 +42,8 @@ LIMITS = {GEMV: (1728, 4096, 16384, None), GEMM: (None,)}
 """The largest N of the classes that have a configuration of their own."""
 
 CASES = {GEMV: ((1, 1), (4, 1), (16, 1)), GEMM: ((32, 1), (512, 1))}
-"""Rows and rank at which a path is measured, every second in short: one configuration serves them all, as it fixes the
-order of summation.
+"""Rows and rank at which a path is measured, every second in short: one configuration serves them
+all, as it fixes the order of summation.
 """
 
 Progress = Callable[[str], None]
