@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="default: bf16 fp16 fp32",
     )
-    parser.add_argument("--quick", action="store_true", help="minutes: one shape per class, fewer numbers of rows")
+    parser.add_argument(
+        "--quick", action="store_true", help="minutes: one shape per class, fewer numbers of rows"
+    )
     parser.add_argument(
         "--out",
         type=Path,
