@@ -29,7 +29,7 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the repository's examples")
-@pytest.mark.parametrize("name", ["custom_generate", "own_loop", "static_patch"])
+@pytest.mark.parametrize("name", ["custom_generate", "own_loop"])
 def test_examples_say_that_they_hold(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert example(name).main(*([[]] if name == "custom_generate" else []))
     assert capsys.readouterr().out
