@@ -42,7 +42,6 @@ NAVIGATION = {
         "docs/errors",
         "docs/patch-file",
         "docs/private-interfaces",
-        "docs/inside-the-kernels",
         "Model classes <docs/model_classes>",
     ],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
