@@ -39,7 +39,6 @@ NAVIGATION = {
         "docs/site/api",
         "docs/design",
         "docs/blocks",
-        "docs/errors",
         "docs/patch-file",
         "docs/private-interfaces",
         "Model classes <docs/model_classes>",
