@@ -35,7 +35,12 @@ from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.hooks import paths_of
 from icl_patch.recording.passes import close_on
-from icl_patch.recording.patch_assembly import layers_of_all, report_of_all, scales_of
+from icl_patch.recording.patch_assembly import (
+    agree_on_violations,
+    layers_of_all,
+    report_of_all,
+    scales_of,
+)
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
 
@@ -171,8 +176,10 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 
 
 def _check_feasible(state: DecodeState, output: StepOutput) -> None:
-    for diagnostics in output.diagnostics:
-        diagnostics.resolve(state.live).check(start=state.steps - 1)
+    resolved = [diagnostics.resolve(state.live) for diagnostics in output.diagnostics]
+    agree_on_violations(state.attached, [resolved])
+    for diagnostics in resolved:
+        diagnostics.check(start=state.steps - 1)
 
 
 def _refill(state: DecodeState) -> None:

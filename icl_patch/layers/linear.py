@@ -9,10 +9,12 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
 from icl_patch.layers.patched_module import Mode, PatchedModule, matches_rows, untouched
+from icl_patch.layers.product_interception import with_linear_changed
 
 LINEAR = (nn.Linear, Conv1D)
 """Modules whose weight is one matrix; that of Conv1D is (K, N)."""
@@ -44,24 +46,6 @@ class PatchedLinear(PatchedModule):
     out_dtype: torch.dtype | None
     # of the ranks that have a part of the matrix's inputs each, whose outputs are summed
     group: dist.ProcessGroup | None = None
-
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in place."""
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
-        return x
-
-    def add_summed(
-        self, y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """``y + Σ_r (z·v_r) u_r`` where each rank has a part of z and v: y (M, N), z (M, K), u (M,
-        R, N) or (M, N), v the same with K.
-        """
-        wide = torch.promote_types(torch.promote_types(v.dtype, y.dtype), torch.float32)
-        u, v = (x.unsqueeze(1) if x.dim() == 2 else x for x in (u, v))
-        coefficients = self.summed((z.unsqueeze(1).to(wide) * v.to(wide)).sum(-1))  # (M, R)
-        change = (coefficients.unsqueeze(-1) * u.to(wide)).sum(1)
-        return (y.to(wide) + change).to(out_dtype or y.dtype)
 
     def set_patch(
         self,
@@ -240,11 +224,21 @@ class PatchedLinear(PatchedModule):
         linear = self.linear_map(z)
         if linear is not None:
             y = ops.patched_linear(rows, linear[0], u, v, linear[1], out_dtype=self.out_dtype)
-        else:
-            plain = self.base_layer(z)
-            add = ops.add_low_rank if self.group is None else self.add_summed
-            y = add(plain.reshape(-1, plain.shape[-1]), rows, u, v, out_dtype=self.out_dtype)
-        return y.reshape(*z.shape[:-1], y.shape[-1])
+            return y.reshape(*z.shape[:-1], y.shape[-1])
+
+        def changed(plain: Tensor) -> Tensor:
+            if isinstance(plain, DTensor):  # of a matrix that ranks share, with gradients
+                return DTensor.from_local(
+                    changed(plain.to_local()), plain.device_mesh, plain.placements
+                )
+            y = plain.reshape(-1, plain.shape[-1])
+            return ops.add_low_rank(y, rows, u, v, out_dtype=self.out_dtype).reshape(plain.shape)
+
+        if self.group is None:
+            return changed(self.base_layer(z))
+        # each rank adds its part of the change, and the model's own sum over the ranks adds them up
+        changed_product: Tensor = with_linear_changed(self.base_layer, changed, z)
+        return changed_product
 
     def _by_row(self, factor: Tensor, z: Tensor, rows: int) -> Tensor:
         """A factor in a form that the ops take: (1, R, ·), (M, R, ·) or (M, ·)."""

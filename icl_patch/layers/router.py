@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import Mode
-from icl_patch.layers.product_interception import FirstProductChanged
+from icl_patch.layers.product_interception import with_linear_changed
 
 
 class PatchedRouter(PatchedLinear):
@@ -26,13 +24,7 @@ class PatchedRouter(PatchedLinear):
         """The base router's output when its logits (M, E) are replaced by ``change(logits)``;
         ``others`` are its further inputs.
         """
-        with FirstProductChanged(F.linear, change) as products:
-            out = self.base_layer(z, *others)
-        if products.calls != 1:
-            raise UnsupportedModelError(
-                f"{type(self.base_layer).__name__} makes {products.calls} linear products, not one"
-            )
-        return out
+        return with_linear_changed(self.base_layer, change, z, *others)
 
     def _run(self, z: Tensor, *others: Any) -> Any:
         """(..., K) -> the base router's output."""

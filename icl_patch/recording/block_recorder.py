@@ -277,7 +277,7 @@ class BlockRecorder(ABC):
         """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
         v, inverse, _ = write_direction(layer, h, torch.float64 if self.exact else None)
         v = self.zero_padding(v)
-        gain = layer.summed((h.double() * v).sum(-1, keepdim=True)) if self.exact else None
+        gain = (h.double() * v).sum(-1, keepdim=True) if self.exact else None
         self.keep_written(layer, y, target.to(v.dtype), v, inverse, gain)
 
     def keep_written(
@@ -448,15 +448,13 @@ def same_place(x: Tensor, y: Tensor) -> bool:
 def write_direction(
     layer: PatchedLinear, h: Tensor, dtype: torch.dtype | None = None
 ) -> ops.Direction:
-    """:func:`icl_patch.ops.read_direction` of a writer's input, of which each rank may have a
-    part.
+    """:func:`icl_patch.ops.read_direction` of a writer's input.
+
+    Where each rank has a part of h, v is h itself: the norm takes all parts, which come together
+    when the patch is assembled (:func:`icl_patch.recording.patch_assembly.layers_of_all`).
     """
-    if layer.group is None:
-        return ops.read_direction(h, dtype)
-    h = h.to(dtype or torch.promote_types(h.dtype, torch.float32))
-    norm2 = layer.summed(h.square().sum(-1))
-    inverse = torch.where(norm2 > 0, 1 / norm2, 0.0)
-    return ops.Direction(h * inverse.unsqueeze(-1), inverse)
+    direction = ops.read_direction(h, dtype)
+    return direction if layer.group is None else direction._replace(v=h.to(direction.v.dtype))
 
 
 def add_to_writer(

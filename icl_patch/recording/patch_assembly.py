@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from icl_patch import ops
 from icl_patch.errors import ControllabilityError
 from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import PatchReport
@@ -66,6 +67,7 @@ def report_of_all(
             for name in names
         }
 
+    agree_on_violations(attached, calls)
     ranks, own = attached.ranks, attached.ranks.shared(report)
     if ranks.size == 1:
         return PatchReport(**own)
@@ -75,6 +77,20 @@ def report_of_all(
             **{name: torch.stack([part[name] for part in parts]).amax(0) for name in names}
         )
     return PatchReport(**{name: torch.cat([part[name] for part in parts]) for name in names})
+
+
+def agree_on_violations(attached: HasBlocks, calls: list[list[BlockDiagnostics]]) -> None:
+    """Let ranks that share matrices refuse the same tokens: an input h is 0 if its parts on all
+    ranks are, and a reader has to change if its part on some rank has.
+    """
+    if attached.ranks.size == 1 or stage_of(attached.model) is not None:
+        return
+    found = [x for call in calls for block in call for x in block.violations.values()]
+    said = attached.ranks.exchange([(x.rows.cpu(), x.always.cpu()) for x in found])
+    for violation, *parts in zip(found, *said, strict=True):
+        combine = torch.any if violation.side == "input" else torch.all
+        for own, ranks in zip((violation.rows, violation.always), zip(*parts, strict=True)):
+            own.copy_(combine(torch.stack(ranks), 0))
 
 
 def layers_of_all(
@@ -89,9 +105,14 @@ def layers_of_all(
         for layer, block in zip(layers, attached.blocks, strict=True)
     ]
     joined, count = ranks.joined(parts, device), len(layers)
+
+    def whole(name: str, parts: list[Tensor]) -> Tensor:
+        x = torch.cat(parts, -1)
+        return ops.read_direction(x, x.dtype).v if name.endswith(".v") else x  # v was h so far
+
     return tuple(
         {
-            name: torch.cat([joined[k][name] for k in range(i, len(joined), count)], -1)
+            name: whole(name, [joined[k][name] for k in range(i, len(joined), count)])
             if name in parts[i]
             else x
             for name, x in layer.items()
