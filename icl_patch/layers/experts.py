@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import Mode, PatchedModule
+from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.product_interception import FirstProductChanged
 
 # tokens of several a row: with more of them an expert has enough for a product of its own
@@ -42,10 +42,7 @@ class PatchedExperts(PatchedModule):
     index: Tensor | None  # (M, k), the experts that the factors are for
     write_u: Tensor | None  # (M, d)
     write_v: Tensor | None  # (M, k, I); None for a bias
-
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__(base_layer)
-        self.tokens = 1  # a row of a replay
+    tokens: int  # a row of a replay
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -311,7 +308,7 @@ class PatchedParallelExperts(PatchedExperts):
         """(B, T, d) -> the same."""
         z = x.reshape(-1, x.shape[-1])
         index, weights = self._choice(z)
-        if self.mode is Mode.OFF:
+        if self.instead is None:
             assert self.observer is not None
             self.observer(z, index)
             return self.base_layer(x)

@@ -44,9 +44,7 @@ class FirstProductChanged(TorchFunctionMode):
         return self.change(out) if self.calls == 1 else out
 
 
-def with_linear_changed(
-    module: nn.Module, change: Callable[[Tensor], Tensor], *inputs: Any
-) -> Any:
+def with_linear_changed(module: nn.Module, change: Callable[[Tensor], Tensor], *inputs: Any) -> Any:
     """``module(*inputs)`` when the result of its only linear product is replaced by ``change`` of
     it.
     """

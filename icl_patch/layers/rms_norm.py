@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from icl_patch import ops
 from icl_patch.layers.device_hooks import weight_of
-from icl_patch.layers.patched_module import Mode, PatchedModule, matches_rows
+from icl_patch.layers.patched_module import PatchedModule, matches_rows
 
 
 class PatchedRMSNorm(PatchedModule):
@@ -74,8 +74,7 @@ class PatchedRMSNorm(PatchedModule):
             raise ValueError(
                 f"expected new_scale (..., {self.scale.shape[0]}), got {tuple(new_scale.shape)}"
             )
-        self.new_scale = new_scale
-        self.recorder, self.mode = None, Mode.REPLAY
+        self.replay(new_scale=new_scale)
 
     def _replay(self, x: Tensor) -> Tensor:
         """(..., n) -> (..., n)."""

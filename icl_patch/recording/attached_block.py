@@ -18,7 +18,7 @@ from icl_patch.layers.attachment import Attachment, WaitingForward, of_a_pass
 from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.experts import PatchedExperts, patched_experts
 from icl_patch.layers.linear import PatchedLinear
-from icl_patch.layers.patched_module import Mode, PatchedModule
+from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.layers.swap import restore, swap
@@ -214,13 +214,7 @@ class AttachedBlock:
 
     def replay(self, factors: Factors) -> None:
         """Set every module to apply its factors, (B, T, ...)."""
-        # one row a token: (1, T, N) of a batch of one would be a shared change of rank T
-        flat = {
-            name: factor.flatten(0, 1) if factor.dim() >= 3 else factor
-            for name, factor in factors.items()
-            if not name.endswith(".new_scale")
-        }
-        self._set({**factors, **flat})
+        self._set({name: x.flatten(0, 1) if x.dim() >= 3 else x for name, x in factors.items()})
         if self.experts is not None:
             self.experts.tokens = next(iter(factors.values())).shape[1]
 
@@ -236,14 +230,13 @@ class AttachedBlock:
                 f"{self.block.path} has experts: a token's patch changes the experts it chose, and"
                 " no others"
             )
+        of_rows = (".new_scale", ".bias_change")
         self._set(
-            {
-                name: factor
-                if name.endswith((".new_scale", ".bias_change"))
-                else factor[None, None]
-                for name, factor in factors.items()
-            }
+            {name: x if name.endswith(of_rows) else x[None, None] for name, x in factors.items()}
         )
+        for module in self.patched:
+            if isinstance(module, PatchedLinear):
+                module.shared = True
 
     def _set(self, factors: Factors) -> None:
         """Set every module to apply its factors."""
@@ -253,8 +246,7 @@ class AttachedBlock:
                 factor = factors[name]
                 if self.group is not None and name in self.parted:
                     factor = part_of(factor, self.group)
-                setattr(module, attribute, factor.to(self.device))
-                module.mode = Mode.REPLAY
+                module.replay(**{attribute: factor.to(self.device)})
         if self.down is not None and self.post_norm is None:
             written = self.down.bias_change if self.down.u is None else self.down.u
             # an exact factor: the sum is rounded at the block's end

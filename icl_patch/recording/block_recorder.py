@@ -1,6 +1,6 @@
 """BlockRecorder: computes one block's factors from the activations that pass through the block.
 
-A pass swaps the block's patched modules into record mode; each module then hands its input to the
+A pass lets the block's patched modules record; each module then hands its input to the
 recorder, which computes and keeps the module's factors and returns the patched output. There are
 two kinds of pass, and a recorder for each:
 

@@ -89,7 +89,9 @@ def agree_on_violations(attached: HasBlocks, calls: list[list[BlockDiagnostics]]
     said = attached.ranks.exchange([(x.rows.cpu(), x.always.cpu()) for x in found])
     for violation, *parts in zip(found, *said, strict=True):
         combine = torch.any if violation.side == "input" else torch.all
-        for own, ranks in zip((violation.rows, violation.always), zip(*parts, strict=True)):
+        for own, ranks in zip(
+            (violation.rows, violation.always), zip(*parts, strict=True), strict=True
+        ):
             own.copy_(combine(torch.stack(ranks), 0))
 
 
