@@ -177,7 +177,7 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 
 def _check_feasible(state: DecodeState, output: StepOutput) -> None:
     resolved = [diagnostics.resolve(state.live) for diagnostics in output.diagnostics]
-    agree_on_violations(state.attached, [resolved])
+    agree_on_violations(state.attached, resolved)
     for diagnostics in resolved:
         diagnostics.check(start=state.steps - 1)
 
@@ -242,7 +242,7 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        report = report_of_all(attached, [resolved], live.device)
+        report, _ = report_of_all(attached, [resolved], live.device)
         layers = layers_of_all(attached, layers, live.device)
         return replace(patch, layers=layers, report=report, logits=logits)
 

@@ -63,18 +63,20 @@ class BlockActivations:
         part: BlockActivations = tree_map_only(Tensor, columns_of, self)
         return part
 
-    @classmethod
-    def joined(cls, calls: Sequence["BlockActivations"]) -> "BlockActivations":
-        """The activations of several calls of the model, token after token."""
-        if len(calls) == 1:
-            return calls[0]
-        joined: BlockActivations = tree_map(
-            lambda *parts: None if parts[0] is None else torch.cat(parts, 1), *calls
-        )
-        return joined
-
 
 register_dataclass(BlockActivations)  # so that tree_map reaches its tensors
+
+
+def joined(calls: Sequence[Any]) -> Any:
+    """What several calls of the model gave, trees of tensors (B, T, ...), token after token; the
+    first call's where there are no tokens.
+    """
+
+    def join(*parts: Any) -> Any:
+        of_tokens = isinstance(parts[0], Tensor) and parts[0].dim() > 1
+        return torch.cat(parts, 1) if of_tokens else parts[0]
+
+    return calls[0] if len(calls) == 1 else tree_map(join, *calls)
 
 
 class AttachedBlock:
