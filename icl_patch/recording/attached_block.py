@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +95,9 @@ class AttachedBlock:
         self._swapped: list[
             tuple[str, nn.Module, PatchedModule]
         ] = []  # path, parent then, patched module
+        wrap_norm = partial(
+            PatchedRMSNorm, scale_offset=spec.scale_offset, cast_first=spec.cast_first
+        )
         try:
             self.readers: dict[str, PatchedLinear] = {
                 name: self._swap(name, PatchedRouter if name in spec.routers else PatchedLinear)
@@ -101,8 +105,8 @@ class AttachedBlock:
             }
             self.experts: PatchedExperts | None = self._swap(spec.experts, patched_experts)
             self.down: PatchedLinear | None = self._swap(spec.down, PatchedLinear)
-            self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, self._wrap_norm)
-            self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, self._wrap_norm)
+            self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, wrap_norm)
+            self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, wrap_norm)
             self.factor_places = tuple(self._factor_places())
             self.group = group_of(model)
             self.parted = frozenset(self._parted(model))  # factors with a part on each rank
@@ -120,11 +124,6 @@ class AttachedBlock:
         if self.down is not None and style_of(model, self.block.path_of(str(self.spec.down))):
             self.down.group = self.group
             yield f"{self.spec.down}.v"
-
-    def _wrap_norm(self, base: nn.Module) -> PatchedRMSNorm:
-        return PatchedRMSNorm(
-            base, scale_offset=self.spec.scale_offset, cast_first=self.spec.cast_first
-        )
 
     @property
     def mixture(self) -> nn.Module | None:
@@ -160,14 +159,12 @@ class AttachedBlock:
     @property
     def patched(self) -> list[PatchedModule]:
         """All patched modules of the block."""
-        others = (self.experts, self.down, self.inner_norm, self.post_norm)
-        return [*self.readers.values(), *(module for module in others if module is not None)]
+        return [module for *_, module in self._swapped]
 
     @property
     def norms(self) -> dict[str, PatchedRMSNorm]:
         """The patched norms by name."""
-        named = {self.spec.inner_norm: self.inner_norm, self.spec.post_norm: self.post_norm}
-        return {str(name): norm for name, norm in named.items() if norm is not None}
+        return {name: x for name, _, x in self._swapped if isinstance(x, PatchedRMSNorm)}
 
     @property
     def writer(self) -> PatchedModule:
@@ -280,9 +277,7 @@ class AttachedBlock:
         """Call ``hook((rows, T))`` when the block begins."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = first_tensor((*args, kwargs))
-            assert x is not None
-            hook(x.shape[-3:-1])
+            hook(_input(args, kwargs).shape[-3:-1])
 
         self.hook(hooks, self.module.register_forward_pre_hook, before, with_kwargs=True)
 
@@ -290,9 +285,7 @@ class AttachedBlock:
         """Call ``hook(x)`` with every term of the residual stream before the MLP, a sum."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = first_tensor((*args, kwargs))
-            assert x is not None
-            hook(x.to(self.device))  # a block's own hooks bring it there later
+            hook(_input(args, kwargs).to(self.device))  # a block's own hooks bring it there later
 
         def after(_module: nn.Module, _args: Any, out: Any) -> None:
             hook(first_tensor(out))
@@ -338,6 +331,12 @@ class AttachedBlock:
         else:
             norm = self.module.get_submodule(self.spec.final_norm)
             self.hook(hooks, norm.register_forward_pre_hook, before, prepend=first)
+
+
+def _input(args: Any, kwargs: Any) -> Tensor:
+    x = first_tensor((*args, kwargs))
+    assert x is not None
+    return x
 
 
 class HasBlocks(Protocol):

@@ -227,18 +227,6 @@ def test_factors_in_another_order_than_the_input(name: str) -> None:
         norm(z)
 
 
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
-def test_the_form_of_a_norm_is_found(kind: type) -> None:
-    base, x = kind(K), torch.randn(2, 3, K)
-    with torch.no_grad():
-        base.weight.normal_()
-    norm = PatchedRMSNorm(base)
-    norm.set_patch(norm.scale)
-    assert torch.equal(norm(x), base(x))
-    with pytest.raises(TypeError, match="got LayerNorm, which does something else"):
-        PatchedRMSNorm(nn.LayerNorm(K))
-
-
 @pytest.mark.parametrize("patched", [False, True])
 def test_the_input_under_its_own_name(patched: bool) -> None:
     linear, conv, norm = (
@@ -334,7 +322,7 @@ def test_factors_carry_gradients() -> None:
 
 NORMS = {
     "gemma3": (Gemma3RMSNorm, {"scale_offset": 1.0, "cast_first": False}),
-    "llama": (LlamaRMSNorm, {}),
+    "llama": (LlamaRMSNorm, {"scale_offset": 0.0, "cast_first": True}),
 }
 
 
@@ -428,15 +416,6 @@ def test_factors_that_do_not_fit(
         layer.set_patch(torch.zeros(3, N), torch.zeros(3, K), shared=True)
 
 
-def test_factors_of_another_dtype() -> None:
-    layer = PatchedLinear(nn.Linear(K, N))
-    with pytest.raises(
-        TypeError, match=r"expected u in fp64, fp32, bf16 or fp16, got torch\.int64"
-    ):
-        layer.set_patch(torch.zeros(5, N, dtype=torch.int64), torch.zeros(5, K))
-        layer(torch.zeros(5, K))
-
-
 def test_a_scale_that_does_not_fit() -> None:
     layer = patched_norm("llama")
     with pytest.raises(ValueError, match=r"expected new_scale \(\.\.\., 12\), got \(13,\)"):
@@ -453,10 +432,9 @@ def test_a_scale_that_does_not_fit() -> None:
 def test_only_the_right_modules_can_be_wrapped() -> None:
     with pytest.raises(TypeError, match="not patched yet, got PatchedLinear"):
         PatchedLinear(PatchedLinear(nn.Linear(K, N)))
-    with pytest.raises(TypeError, match="RMSNorm with a weight and an eps, got Linear"):
-        PatchedRMSNorm(nn.Linear(K, N))
-    with pytest.raises(TypeError, match="got Identity"):
-        PatchedRMSNorm(nn.Identity())
+    for base in (nn.Linear(K, N), nn.Identity()):
+        with pytest.raises(TypeError, match="expected an RMSNorm with a weight and an eps, got"):
+            PatchedRMSNorm(base, scale_offset=0.0, cast_first=True)
 
 
 def test_repr_names_the_base() -> None:
