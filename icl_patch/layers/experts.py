@@ -21,6 +21,11 @@ from icl_patch.layers.product_interception import FirstProductChanged
 _FUSED_TOKENS = 64
 
 
+def _has_matrices(module: Any, names: tuple[str, ...], dim: int) -> bool:
+    matrices = [getattr(module, name, None) for name in names]
+    return all(isinstance(matrix, Tensor) and matrix.dim() == dim for matrix in matrices)
+
+
 class PatchedExperts(PatchedModule):
     """Experts with a change of weights per token and slot.
 
@@ -49,22 +54,14 @@ class PatchedExperts(PatchedModule):
         """Whether a module is a set of experts in the layout that transformers' own implementations
         share.
         """
-        names = ("is_transposed", "has_bias", "_apply_gate")
-        matrices = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        needed = ("is_transposed", "has_bias", "_apply_gate", "has_gate")
         others = ("has_post_expert_norm", "_is_expert_parallel")
-        plain = bool(getattr(module, "has_gate", False)) and not any(
-            getattr(module, name, False) for name in others
-        )
         return (
-            plain
-            and all(hasattr(module, name) for name in names)
-            and all(isinstance(m, Tensor) and m.dim() == 3 for m in matrices)
+            _has_matrices(module, ("gate_up_proj", "down_proj"), 3)
+            and all(hasattr(module, name) for name in needed)
+            and bool(module.has_gate)
+            and not any(getattr(module, name, False) for name in others)
         )
-
-    @staticmethod
-    def has_output_bias(module: nn.Module) -> bool:
-        """Whether the experts' output has a bias."""
-        return bool(getattr(module, "has_bias", False))
 
     @staticmethod
     def is_transposed(module: nn.Module) -> bool:
@@ -119,7 +116,7 @@ class PatchedExperts(PatchedModule):
         """
         bias: Tensor | None = (
             getattr(self.base_layer, f"{name}_bias", None)
-            if self.has_output_bias(self.base_layer)
+            if getattr(self.base_layer, "has_bias", False)
             else None
         )
         parts = [self._multiply(weight, x, index, bias, fused) for weight in self.weights(name)]
@@ -215,10 +212,8 @@ class PatchedScaledExperts(PatchedExperts):
     @staticmethod
     def fits(module: nn.Module) -> bool:
         """Whether a module is a set of experts in this layout."""
-        matrices = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-        return not PatchedExperts.fits(module) and all(
-            isinstance(m, Tensor) and m.dim() == 3 for m in matrices
-        )
+        named = _has_matrices(module, ("gate_up_proj", "down_proj"), 3)
+        return named and not PatchedExperts.fits(module)
 
     @staticmethod
     def is_transposed(module: nn.Module) -> bool:
@@ -286,8 +281,7 @@ class PatchedParallelExperts(PatchedExperts):
     def fits(module: nn.Module) -> bool:
         """Whether a module is a set of experts in this layout."""
         parts = [getattr(module, name, None) for name in ("input_linear", "output_linear")]
-        matrices = [getattr(part, "weight", None) for part in parts]
-        return all(isinstance(matrix, Tensor) and matrix.dim() == 3 for matrix in matrices) and all(
+        return all(_has_matrices(part, ("weight",), 3) for part in parts) and all(
             hasattr(module, name) for name in ("router", "activation", "bias")
         )
 
@@ -333,9 +327,7 @@ class PatchedStackedExperts(PatchedExperts):
     @staticmethod
     def fits(module: nn.Module) -> bool:
         """Whether a module is a set of experts in this layout."""
-        holder = getattr(module, "mlp", None)
-        matrices = [getattr(holder, name, None) for name in ("w1", "v1", "w2")]
-        return all(isinstance(matrix, Tensor) and matrix.dim() == 2 for matrix in matrices) and all(
+        return _has_matrices(getattr(module, "mlp", None), ("w1", "v1", "w2"), 2) and all(
             hasattr(module, name) for name in ("num_experts", "hidden_size")
         )
 

@@ -93,7 +93,8 @@ class PatchedLinear(PatchedModule):
         merged = copy.deepcopy(base)
         with torch.no_grad():
             change = change.T if type(base) is Conv1D else change
-            merged.weight.copy_(merged.weight.double() + change)
+            weight: Tensor = merged.weight  # type: ignore[assignment]
+            weight.copy_(weight.double() + change)
         return merged
 
     def set_bias_change(self, bias_change: Tensor) -> None:
