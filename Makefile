@@ -86,6 +86,7 @@ build/peft: | $(RUN)
 
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
+	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
 sweep: $(RUN) ## try every causal model class of transformers, small and random; resumes a stopped run; hours on one core; docs/model_classes.md
 	OMP_NUM_THREADS=1 $(RUN) tools/sweep.py $(TYPES)

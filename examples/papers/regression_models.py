@@ -167,7 +167,6 @@ class Block(nn.Module):
     def without_context(self, z: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """``Φ_{W + u vᵀ}(x)``: predictions (...) from ``z = A(x)`` alone."""
         patched = PatchedLinear(self.first)
-        # flat: (1, Q, ·) would be one change of rank Q for all
         patched.set_patch(u.flatten(0, -2), v.flatten(0, -2))
         return self.mlp(z.flatten(0, -2), patched).reshape(z.shape[:-1])
 

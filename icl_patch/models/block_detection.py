@@ -209,7 +209,7 @@ class _Reading:
             found["readers"] = tuple(call.path for call in readers)
             found["routers"] = tuple(call.path for call in readers if call.several)
         for experts in self.experts:
-            found["expert_bias"] = PatchedExperts.has_output_bias(experts.module)
+            found["expert_bias"] = bool(getattr(experts.module, "has_bias", False))
             found["experts_scale_input"] = PatchedScaledExperts.fits(experts.module)
             if not parallel or "down" not in ending:
                 found["experts"] = experts.path

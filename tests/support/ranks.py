@@ -127,12 +127,25 @@ def shared_matrices(folder: str, update: str) -> Any:
             reductions(lambda: patcher.forward(KEPT, alone)),
         ]
         said["factors"] = digest_of([x for layer in patch.layers for x in layer.values()])
+        with patcher.applied(patch):
+            with_gradients = model(KEPT).logits
+            said["applied"] = largest_difference(with_gradients, plain(model))
+        said["dead"] = []
+        up = model.model.layers[0].mlp.up_proj.weight
+        for rank in range(COUNT):  # until the input of the writer is 0 on all ranks
+            if rank == RANK:
+                up.data.to_local().zero_()
+            for work in (
+                lambda: patcher.compute(CONTEXT, KEPT),
+                lambda: next(patcher.generate(CONTEXT, max_new_tokens=1)),
+            ):
+                said["dead"].append(error_of(work))
     return said
 
 
-def plain(model: Any) -> None:
+def plain(model: Any) -> Tensor:
     with torch.no_grad():
-        model(KEPT)
+        return model(KEPT).logits
 
 
 def reductions(work: Callable[[], Any]) -> list[int]:
