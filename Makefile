@@ -8,7 +8,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress ranks splits real-model real discussion mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
+.PHONY: FORCE help demo test oldest stress ranks splits real-model real discussion mutants kernels bits bits-compare bench sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,16 +48,12 @@ ranks: $(RUN) build/peft ## models that are split over three and four processes,
 	$(RUN) -m pytest -m stress tests/recording/test_ranks.py
 
 splits: $(RUN) build/peft $(if $(MODEL),,build/gguf) ## every family offloaded and split, beside the whole model, and decode steps of split models, into docs/data
-	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/splits.py
+	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/measure.py splits
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
-	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/split_steps.py "$$model" && $(RUN) tools/readme.py
+	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/measure.py split-steps "$$model" && $(RUN) tools/readme.py
 
-# Apart from the rest: it brings a module that hides Python's own typing.
-build/universalmutator: | $(RUN)
-	$(PIP) --no-deps --target $@ universalmutator==1.14.1
-
-mutants: $(RUN) build/universalmutator build/torchao build/peft ## plant faults one at a time and run the tests that should notice each, for at most half an hour; resumes a stopped run; MUTANTS=--fresh
-	PYTHONPATH=build/universalmutator $(RUN) tools/mutants.py $(MUTANTS)
+mutants: $(RUN) build/torchao build/peft ## plant the faults of tools/mutants.toml one at a time and run the tests that should notice each; MUTANTS=icl_patch/patch: those of a part
+	$(RUN) tools/mutants.py $(MUTANTS)
 
 # Apart from the rest, as torchao: only tools/real_model.py needs them.
 build/gguf: | $(RUN)
@@ -91,9 +87,6 @@ build/peft: | $(RUN)
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
 	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
-
-bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
-	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
 
 sweep: $(RUN) ## try every causal model class of transformers, small and random; resumes a stopped run; hours on one core; docs/model_classes.md
 	OMP_NUM_THREADS=1 $(RUN) tools/sweep.py $(TYPES)
@@ -146,7 +139,7 @@ gpu-full: $(RUN) ## there, the whole grid of benchmarks; resumes a stopped run
 tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file; TUNE=--quick takes minutes
 	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs $(TUNE)
 
-profile: $(RUN) ## profile the products and a decode step with Nsight Compute and torch.profiler; a page in docs/profiles
+profile: $(RUN) ## profile the products and a decode step with Nsight Compute and torch.profiler
 	$(RUN) tools/profiles.py
 
 # Apart from the rest, as torchao.

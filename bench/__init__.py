@@ -7,4 +7,4 @@ its table.
 """
 
 OF_A_MODEL = ("generation", "answer", "passes")
-BENCHMARKS = ("linear", "inversion", "attention", *OF_A_MODEL)
+BENCHMARKS = ("linear", "inversion", *OF_A_MODEL)

@@ -124,23 +124,15 @@ def _graph(step: Step) -> Step:
 
 
 @contextmanager
-def materialised(model: nn.Module, patch: ContextPatch, row: int = 0) -> Iterator[None]:
+def materialised(model: nn.Module, patch: ContextPatch, row: int) -> Iterator[None]:
     """Within this context every changed parameter holds ``W + u vᵀ``, ``b + Δb`` or ``m + Δm`` of
     a row's first kept token.
     """
     originals = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
-        for block, layer in zip(patch.blocks, patch.layers, strict=True):
-            for change in parameter_changes(block.spec, layer):
-                name = f"{block.path}.{change.name}.{change.parameter}"
-                parameter = model.get_parameter(name)
-                base, u = parameter.data, change.u[row, 0].to(parameter.dtype)
-                if change.v is None:
-                    parameter.data = base + u
-                else:
-                    v = change.v[row, 0].to(parameter.dtype)
-                    factors = (v, u) if change.transposed else (u, v)
-                    parameter.data = torch.addr(base, *factors)
+        for name, change in patch.weight_changes(row, 0):
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data + change.to(parameter.dtype)
         yield
     finally:
         for parameter, data in originals:

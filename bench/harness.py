@@ -19,7 +19,7 @@ class Comparison:
         check: ``check(call, result)`` gives the result's error; raises AssertionError with expected
             and got.
         nbytes: bytes that each call must move at least.
-        ceiling: the bandwidth measured here in bytes a second, or the call that measures it.
+        ceiling: the call that measures the bandwidth, if there is one.
         notes: further numbers about our call.
     """
 
@@ -27,23 +27,22 @@ class Comparison:
     calls: Mapping[str, Call]
     check: Callable[[str, Any], float | None]
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    ceiling: float | str | None = None
+    ceiling: str = ""
     notes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table: its name, the function that builds its comparison when its turn comes
-    (it may take much memory), and its parameters.
+    """One line of a table: its name, and the function that builds its comparison when its turn
+    comes: it may take much memory.
     """
 
     name: str
     build: Callable[[], Comparison]
-    parameters: Mapping[str, str | int] = field(default_factory=dict)
 
     def rows(self, device: torch.device, rounds: int) -> list[dict[str, Any]]:
         """A row for each call: its time if its result is correct, else the reason (``failed``)."""
-        head: dict[str, Any] = {"case": self.name, "parameters": dict(self.parameters)}
+        head: dict[str, Any] = {"case": self.name}
         try:
             comparison = self.build()
         except Exception as error:  # the other cases still run
@@ -74,12 +73,11 @@ def _numbers(comparison: Comparison, name: str, times: Mapping[str, Seconds]) ->
         row["ratio"] = seconds / times[ours]["median"]
     if name in nbytes:
         row["GB/s"] = nbytes[name] / seconds / 1e9
-        if isinstance(ceiling, str):
-            ceiling = nbytes[ceiling] / times[ceiling]["median"] if ceiling in times else None
-        if ceiling:
-            row["of ceiling"] = nbytes[name] / seconds / ceiling
+        if ceiling in times:
+            most = nbytes[ceiling] / times[ceiling]["median"] / 1e9
+            row["of ceiling"] = row["GB/s"] / most
             if name == ours:
-                row["ceiling GB/s"] = ceiling / 1e9
+                row["ceiling GB/s"] = most
     return row | (dict(comparison.notes) if name == ours else {})
 
 

@@ -1,6 +1,5 @@
-"""Timing calls side by side, on the CPU and on a GPU, and the bandwidth they are compared with."""
+"""Timing calls side by side, on the CPU and on a GPU."""
 
-import functools
 import itertools
 import random
 import statistics
@@ -83,11 +82,3 @@ def _summary(samples: list[float]) -> Seconds:
     several = samples if len(samples) > 1 else samples * 2
     low, median, high = statistics.quantiles(several, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
-
-
-@functools.cache
-def ceiling(device: torch.device) -> float:
-    """The best bandwidth in bytes a second: of sums of 128 MiB, the fastest quarter."""
-    buffers = [torch.ones(COLD // 16, device=device) for _ in range(4)]
-    read = InTurn(torch.sum, buffers)
-    return buffers[0].nbytes / compare({"": read}, device)[""]["low"]

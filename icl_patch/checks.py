@@ -1,6 +1,9 @@
-"""Checks of the arguments of ops, for all their implementations. Each raises an error with the
-expected and the actual value.
+"""What the arguments of ops must be, for all their implementations: a table, and the one function
+that compares arguments with a row of it. Errors give the expected and the actual value.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,46 +13,16 @@ from icl_patch.activations import activation_named
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_floats(**tensors: Tensor | None) -> None:
-    """All tensors are floating and on the device of the first; None stands for no tensor.
-
-    Raises:
-        TypeError: a dtype is not floating.
-        ValueError: a device differs.
-    """
-    device = None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"expected {name} in fp64, fp32, bf16 or fp16, got {tensor.dtype}")
-        device = device or tensor.device
-        if tensor.device != device:
-            raise ValueError(f"expected {name} on {device}, got {tensor.device}")
-
-
-def check_matrix(name: str, tensor: Tensor) -> None:
-    """The tensor is floating and has two dimensions."""
-    if tensor.dim() != 2:
-        raise ValueError(f"expected {name} with 2 dimensions, got {tuple(tensor.shape)}")
-    check_floats(**{name: tensor})
+def check_floating(name: str, tensor: Tensor) -> None:
+    """The tensor is of a floating dtype that the ops know."""
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"expected {name} in fp64, fp32, bf16 or fp16, got {tensor.dtype}")
 
 
 def check_eps(eps: float) -> None:
     """The eps of a norm is finite and not negative."""
     if not 0 <= eps < float("inf"):
         raise ValueError(f"expected a finite eps ≥ 0, got {eps}")
-
-
-def check_out_dtype(out_dtype: torch.dtype | None) -> None:
-    """The result's dtype is floating."""
-    if out_dtype is not None and not out_dtype.is_floating_point:
-        raise TypeError(f"expected a floating out_dtype, got {out_dtype}")
-
-
-def is_integer(tensor: Tensor) -> bool:
-    """Whether a tensor holds integers: indices, not a mask."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def is_traced() -> bool:
@@ -62,7 +35,86 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def check_range(name: str, indices: Tensor, least: int, count: int) -> None:
+def _check_out_dtype(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"expected a floating out_dtype, got {dtype}")
+
+
+def _check_path(path: str) -> None:
+    if path not in ("gemv", "gemm"):
+        raise ValueError(f"expected path 'gemv' or 'gemm', got {path!r}")
+
+
+_OTHERS: dict[str, Callable[[Any], object]] = {
+    "eps": check_eps,
+    "out_dtype": _check_out_dtype,
+    "path": _check_path,
+    "activation": activation_named,
+}
+
+
+class Arguments:
+    """Checks the arguments of one op, given as one row of the table.
+
+    Args:
+        row: ``"NAME: SHAPE or SHAPE, KIND"`` for a tensor, NAME for anything else, in the order of
+            the op's arguments. A letter of a shape stands for one size in all tensors. The kind is
+            ``integers``, ``bools``, or the dtype of the first tensor; any float without one.
+        rule: a further check, of all sizes by their letters and the arguments by name.
+
+    None is no argument. Raises TypeError for a dtype and ValueError for anything else.
+    """
+
+    def __init__(self, *row: str, rule: Callable[..., None] | None = None) -> None:
+        self._row: list[tuple[str, list[list[str]], str]] = []
+        self._rule = rule
+        for entry in row:
+            name, _, form = entry.partition(": ")
+            shapes, _, kind = form.partition(", ")
+            self._row.append((name, [shape.split() for shape in shapes.split(" or ")], kind))
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        """Raise an error for arguments that do not fit the row."""
+        sizes: dict[str, int] = {}
+        given, first = {}, args[0]
+        for (name, shapes, kind), x in zip(self._row, (*args, *options.values()), strict=False):
+            given[name] = x
+            if isinstance(x, Tensor):
+                sizes = _bound(name, x, shapes, sizes)
+                _check_kind(name, x, kind, first)
+            elif x is not None and name in _OTHERS:
+                _OTHERS[name](x)
+        if self._rule is not None:
+            self._rule(sizes, **given)
+
+
+def _bound(name: str, x: Tensor, shapes: list[list[str]], sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes of letters that are known, and those that a tensor's shape adds."""
+    for shape in shapes:
+        found = dict(zip(shape, x.shape, strict=False))
+        if len(shape) == x.dim() and all(sizes.get(k, n) == n for k, n in found.items()):
+            return sizes | found
+    # not before: it would bind a compiled graph to this number of rows
+    forms = " or ".join(f"({', '.join(shape)})" for shape in shapes)
+    known = "".join(f", {letter} = {size}" for letter, size in sizes.items())
+    raise ValueError(f"expected {name} {forms}{known}, got {tuple(x.shape)}")
+
+
+def _check_kind(name: str, x: Tensor, kind: str, first: Tensor) -> None:
+    if kind == "integers":
+        fits = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    elif kind == "bools":
+        fits = x.dtype == torch.bool
+    else:
+        check_floating(name, x)
+        fits = not kind or x.dtype == first.dtype
+    if not fits:
+        raise TypeError(f"expected {name} in {kind}, got {x.dtype} beside {first.dtype}")
+    if x.device != first.device:
+        raise ValueError(f"expected {name} on {first.device}, got {x.device}")
+
+
+def _check_range(name: str, indices: Tensor, least: int, count: int) -> None:
     """Indices from ``least`` to ``count - 1``: checked only if the host can read the values without
     waiting for a device.
     """
@@ -73,203 +125,91 @@ def check_range(name: str, indices: Tensor, least: int, count: int) -> None:
         raise ValueError(f"expected {name} from {least} to {count - 1}, got {lowest} to {highest}")
 
 
-def check_operands(
-    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+def _check_factors(
+    sizes: dict[str, int], u: Tensor | None, v: Tensor | None, index: Tensor | None, **_: Any
 ) -> None:
-    """The operands of a product of x by one weight (N, K) or by several (E, N, K)."""
-    if weight.dtype != x.dtype and weight.dtype in FLOATS and x.dtype in FLOATS:
-        raise TypeError(f"expected weight in {name}'s dtype {x.dtype}, got {weight.dtype}")
-    if bias is not None and bias.shape != weight.shape[:-1]:
-        raise ValueError(f"expected bias {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}")
-    check_floats(**{name: x}, weight=weight, bias=bias)
-    if bias is not None and bias.dtype != x.dtype:
-        raise TypeError(f"expected bias in {name}'s dtype {x.dtype}, got {bias.dtype}")
-    check_out_dtype(out_dtype)
-
-
-def check_linear(
-    z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
-) -> None:
-    """The operands of a linear map of z (M, K)."""
-    check_matrix("z", z)
-    check_matrix("weight", weight)
-    if weight.shape[1] != z.shape[1]:
-        raise ValueError(f"expected weight (N, {z.shape[1]}), got {tuple(weight.shape)}")
-    check_operands("z", z, weight, bias, out_dtype)
-
-
-def check_patched_linear(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-    path: str | None,
-) -> None:
-    """The arguments of :func:`icl_patch.ops.patched_linear`."""
-    check_linear(z, weight, bias, out_dtype)
-    if path not in (None, "gemv", "gemm"):
-        raise ValueError(f"expected path 'gemv' or 'gemm', got {path!r}")
-    if u is not None or v is not None:
-        check_factors(z, u, v, weight.shape[0], index)
-    elif index is not None:
-        raise ValueError("expected u and v with index, got none")
-
-
-def check_factors(
-    z: Tensor, u: Tensor | None, v: Tensor | None, n: int, index: Tensor | None
-) -> None:
-    """Factors of a change that maps z (M, K) to (M, n)."""
+    """A row of u and v for each row of z, one for all, or a pool with an index."""
     if u is None or v is None:
-        raise ValueError("expected both u and v or neither, got one of them")
-    check_floats(z=z, u=u, v=v)
-    rows, k = z.shape
-    for name, factor, width in (("u", u, n), ("v", v, k)):
-        if index is not None:
-            fits = factor.dim() == 3
-        else:
-            shared = factor.dim() == 3 and factor.shape[0] == 1
-            fits = shared or (factor.dim() in (2, 3) and factor.shape[0] == rows)
-        if not fits or factor.shape[-1] != width:
-            # not before: it would bind a compiled graph to this number of rows
-            own = f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
-            expected = own if index is None else f"(P, R, {width})"
-            raise ValueError(f"expected {name} {expected}, got {tuple(factor.shape)}")
-    if u.shape[:-1] != v.shape[:-1]:
+        if not u is v is index:
+            raise ValueError("expected both u and v, or neither of them and no index")
+        return
+    rows, ranks, least = sizes["M"], u.shape[:-1], 3 if index is not None else 2
+    if len(ranks) != v.dim() - 1 or u.dim() < least:
         raise ValueError(
-            f"expected u and v with the same rows and rank, got {tuple(u.shape)} and"
-            f" {tuple(v.shape)}"
+            f"expected u and v of {least} dimensions or more, got {u.dim()}, {v.dim()}"
         )
     if index is not None:
-        if index.shape != (rows,) or not is_integer(index):
-            raise ValueError(
-                f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}"
-            )
-        if index.device != z.device:
-            raise ValueError(f"expected index on {z.device}, got {index.device}")
-        check_range("index", index, -1, u.shape[0])
+        _check_range("index", index, -1, ranks[0])
+    elif ranks[0] != rows and (u.dim() == 2 or ranks[0] != 1):
+        raise ValueError(f"expected u and v of one row or {rows}, got {ranks[0]}")
 
 
-def check_record_linear(z_pair: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """The operands of a linear map of both streams."""
-    check_linear(z_pair, weight, bias)
-    # torch.compile has no remainder for sizes that vary
-    if 2 * (z_pair.shape[0] // 2) != z_pair.shape[0]:
-        raise ValueError(f"expected z_pair (2M, K), got {tuple(z_pair.shape)}")
+def _check_rows(sizes: dict[str, int], **_: Any) -> None:
+    """Rows with a column at least, and half of them of each stream where both are there."""
+    if sizes.get("d") == 0:
+        raise ValueError("expected d ≥ 1, got 0")
+    rows = sizes.get("2M", 0)
+    half = rows // 2  # torch.compile has no remainder for sizes that vary
+    if rows and (2 * half != rows or sizes.get("M", half) != half):
+        raise ValueError(f"expected the rows of two streams, got {rows}")
 
 
-def check_add_low_rank(
-    y: Tensor,
-    z: Tensor,
-    u: Tensor,
-    v: Tensor,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> None:
-    """The arguments of :func:`icl_patch.ops.add_low_rank`."""
-    check_matrix("y", y)
-    check_matrix("z", z)
-    if y.shape[0] != z.shape[0]:
-        raise ValueError(
-            f"expected y and z with the same number of rows, got {tuple(y.shape)} and"
-            f" {tuple(z.shape)}"
-        )
-    check_floats(y=y, z=z)
-    check_out_dtype(out_dtype)
-    check_factors(z, u, v, y.shape[1], index)
+def _check_experts(sizes: dict[str, int], expert: Tensor, **_: Any) -> None:
+    _check_range("expert", expert, 0, sizes["E"])
 
 
-def check_expert_linear(
-    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    """The arguments of :func:`icl_patch.ops.expert_linear`."""
-    if expert.dim() != 2 or not is_integer(expert):
-        raise ValueError(
-            f"expected expert (M, k) of integers, got {tuple(expert.shape)} {expert.dtype}"
-        )
-    rows, chosen = expert.shape
-    if weight.dim() != 3 or x.shape not in (
-        (rows, weight.shape[-1]),
-        (rows, chosen, weight.shape[-1]),
-    ):
-        raise ValueError(
-            f"expected x ({rows}, K) or ({rows}, {chosen}, K) and weight (E, N, K), got"
-            f" {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    check_operands("x", x, weight, bias, out_dtype)
-    if expert.device != x.device:
-        raise ValueError(f"expected expert on {x.device}, got {expert.device}")
-    check_range("expert", expert, 0, len(weight))
+def _check_heads(sizes: dict[str, int], **_: Any) -> None:
+    """Each head of the keys is shared by as many of the queries'."""
+    heads, groups = sizes["H"], sizes["G"]
+    if heads % groups if groups else heads:
+        raise ValueError(f"expected a number of keys' heads that divides {heads}, got {groups}")
 
 
-def check_rms_norm(
-    x: Tensor, scale: Tensor, eps: float, scale_offset: float, cast_first: bool
-) -> None:
-    """The arguments of :func:`icl_patch.ops.rms_norm`."""
-    _check_rows("x", x, eps, scale=scale)
-    if scale.shape not in (x.shape, x.shape[1:]):
-        raise ValueError(
-            f"expected scale {tuple(x.shape)} or ({x.shape[1]},), got {tuple(scale.shape)}"
-        )
+_FACTORS = ("u: M N or P R N", "v: M K or P R K")
+_INDEX = "index: M, integers"
 
-
-def check_norm_pair(
-    hidden: Tensor, weight: Tensor, eps: float, scale_offset: float, cast_first: bool
-) -> None:
-    """The arguments of :func:`icl_patch.ops.norm_pair`."""
-    _check_rows("hidden", hidden, eps, weight=weight)
-    if hidden.shape[0] % 2:
-        raise ValueError(f"expected hidden (2M, d), got {tuple(hidden.shape)}")
-    if weight.shape != hidden.shape[1:]:
-        raise ValueError(f"expected weight ({hidden.shape[1]},), got {tuple(weight.shape)}")
-
-
-def _check_rows(name: str, rows: Tensor, eps: float, **scale: Tensor) -> None:
-    """Rows (M, d), a scale by its name, and eps."""
-    check_matrix(name, rows)
-    if not rows.shape[1]:
-        raise ValueError(f"expected {name} (M, d) with d ≥ 1, got {tuple(rows.shape)}")
-    check_floats(**{name: rows}, **scale)
-    check_eps(eps)
-
-
-def check_gated_product(gate: Tensor, up: Tensor, activation: str) -> None:
-    """The arguments of :func:`icl_patch.ops.gated_product`."""
-    activation_named(activation)
-    if gate.dim() != 2 or gate.shape != up.shape:
-        raise ValueError(
-            f"expected gate and up (M, N), got {tuple(gate.shape)} and {tuple(up.shape)}"
-        )
-    check_floats(gate=gate, up=up)
-    if up.dtype != gate.dtype:
-        raise TypeError(f"expected up in gate's dtype {gate.dtype}, got {up.dtype}")
-
-
-def check_decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, _scale: float, mask: Tensor | None
-) -> None:
-    """The arguments of :func:`icl_patch.ops.decode_attention`."""
-    check_floats(query=query, key=key, value=value)
-    if query.dim() != 3 or key.dim() != 4 or value.dim() != 4:
-        dims = f"{query.dim()}, {key.dim()} and {value.dim()}"
-        raise ValueError(
-            f"expected query (B, H, D), key (B, G, S, D) and value (B, G, S, E), got {dims}"
-            " dimensions"
-        )
-    rows, heads, width = query.shape
-    groups, keys = key.shape[1:3]
-    fits = key.shape == (rows, groups, keys, width) and value.shape[:3] == (rows, groups, keys)
-    if not fits or (heads % groups if groups else heads):
-        raise ValueError(
-            f"expected key ({rows}, G, S, {width}) and value ({rows}, G, S, E) of a query"
-            f" {tuple(query.shape)}, where G divides {heads}, got {tuple(key.shape)} and"
-            f" {tuple(value.shape)}"
-        )
-    if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(f"expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (rows, keys)):
-        raise ValueError(
-            f"expected a mask ({rows}, {keys}) of bools, got {tuple(mask.shape)} {mask.dtype}"
-        )
+check_patched_linear = Arguments(
+    "z: M K",
+    "weight: N K, z's dtype",
+    *_FACTORS,
+    "bias: N, z's dtype",
+    _INDEX,
+    "out_dtype",
+    "path",
+    rule=_check_factors,
+)
+check_record_linear = Arguments(
+    "z_pair: 2M K",
+    "weight: N K, z_pair's dtype",
+    "bias: N, z_pair's dtype",
+    "v: M K",
+    rule=_check_rows,
+)
+check_add_low_rank = Arguments(
+    "y: M N", "z: M K", *_FACTORS, _INDEX, "out_dtype", rule=_check_factors
+)
+check_expert_linear = Arguments(
+    "x: M K or M k K",
+    "weight: E N K, x's dtype",
+    "expert: M k, integers",
+    "bias: E N, x's dtype",
+    "out_dtype",
+    rule=_check_experts,
+)
+check_rms_norm = Arguments("x: M d", "scale: M d or d", "eps", rule=_check_rows)
+check_norm_pair = Arguments("hidden: 2M d", "weight: d", "eps", rule=_check_rows)
+check_gated_product = Arguments("gate: M N", "up: M N, gate's dtype", "activation")
+check_decode_attention = Arguments(
+    "query: B H D",
+    "key: B G S D, query's dtype",
+    "value: B G S E, query's dtype",
+    "scale",
+    "mask: B S, bools",
+    rule=_check_heads,
+)
+check_inversion = Arguments(
+    "target: M d", "scale: M d or d", "rms: M", "eps", "fallback: M d", rule=_check_rows
+)
+check_stable_scale = Arguments(
+    "delta: M d", "scale: M d or d", "hidden_down: M d", "eps", rule=_check_rows
+)

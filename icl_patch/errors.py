@@ -20,8 +20,8 @@ class ControllabilityError(ValueError):
 
 
 class PatchFormatError(ValueError):
-    """A patch or its file is not well formed: tensors are missing, extra, non-finite, truncated or
-    of another shape.
+    """A patch or its file is not well formed: it is damaged, tensors are missing, extra or not
+    finite, or they do not fit the model.
     """
 
 
@@ -52,10 +52,6 @@ class HarmfulPatchError(ValueError):
 
 class StaticPatchWarning(UserWarning):
     """Something is not known of a static patch, or its prompts lack what it was fitted with."""
-
-
-class TokenPatchWarning(UserWarning):
-    """The change of weights of one token is written for a use at all tokens."""
 
 
 class RankError(RuntimeError):

@@ -16,7 +16,6 @@ from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
 from icl_patch.generation.compiled_step import compilers_of
 from icl_patch.generation.plans import StepPlans
-from icl_patch.models.language_model import check_length
 from icl_patch.models.prompts import Question
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WeightCheck
@@ -243,10 +242,8 @@ class ContextPatcher:
             kept_mask=kept_mask,
             prefix_mask=prefix_mask,
         )
-        check_length(self.model, int(sequences.mask.sum(1).max()))
         start = sequences.head_ids.shape[1] - context_ids.shape[1]
-        with self.attached_model.attachment.one_pass():
-            return dynamics.grow(self.attached_model, sequences, start, layers)
+        return dynamics.grow(self.attached_model, sequences, start, layers)
 
     # -- replay
 
@@ -260,7 +257,6 @@ class ContextPatcher:
         kept_mask: Tensor | None = None,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        **others: object,
     ) -> Tensor:
         """Replay: run the kept tokens with the patch's weights and no context anywhere.
 
@@ -284,13 +280,7 @@ class ContextPatcher:
                 patch was computed.
             ValueError: the tokens are not those the patch is for, or the patch is a part that
                 cannot be replayed.
-            TypeError: there are ``others``, arguments of :meth:`compute` that the patch carries.
         """
-        if others:
-            raise TypeError(
-                f"expected kept_ids, patch and kept_mask, got {', '.join(others)} too: a patch"
-                " carries its prefix, its positions and what it absorbed"
-            )
         kept_ids = either("kept_ids", kept_ids, "input_ids", input_ids)
         kept_mask = either("kept_mask", kept_mask, "attention_mask", attention_mask)
         if not isinstance(patch, ContextPatch):
@@ -307,7 +297,7 @@ class ContextPatcher:
         if kept_mask is not None:
             check_tensor("kept_mask", kept_mask)
         self.attached_model.check_patch(patch)
-        if not patch.info.replayable or len(patch.layers) != len(self.attached_model.block_specs):
+        if not patch.info.replayable:
             raise ValueError(
                 "expected a patch with all its layers and its first tokens, got a part of one"
             )

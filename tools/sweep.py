@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -149,12 +150,6 @@ def prepare(model: PreTrainedModel, dtype: torch.dtype, realistic: bool) -> tupl
 
 
 @torch.no_grad()
-def reference(model: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
-    """The logits of every row (S,) alone in one call, without a cache: (S, V)."""
-    return [model(row[None]).logits[0] for row in rows]
-
-
-@torch.no_grad()
 def cached(model: PreTrainedModel, ids: Tensor, head: int) -> Tensor:
     """The logits after the first ``head`` tokens, which run in a call of their own before."""
     name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
@@ -170,15 +165,11 @@ def error_of(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def padded(parts: list[Tensor], left: bool) -> tuple[Tensor, Tensor]:
+def padded(parts: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
     """Parts of different lengths as ids (B, T) and mask."""
-    width = max(map(len, parts))
-    ids = torch.full((len(parts), width), 3)
-    mask = torch.zeros(len(parts), width, dtype=torch.bool)
-    for row, part in enumerate(parts):
-        columns = slice(width - len(part), width) if left else slice(0, len(part))
-        ids[row, columns], mask[row, columns] = part, True
-    return ids, mask
+    there = [torch.ones(len(part), dtype=torch.bool) for part in parts]
+    ids, mask = (pad_sequence(x, True, padding_side=side) for x in (parts, there))
+    return ids.masked_fill(~mask, 3), mask
 
 
 def measure(
@@ -196,7 +187,7 @@ def measure(
         row[: len(first[:1])] = torch.tensor(first[:1])
     rows = [torch.cat(row) for row in zip(*parts, strict=True)]
     (prefix, prefix_mask), (context, _), (kept, kept_mask) = (
-        padded(part, left) for part, left in zip(parts, (True, True, False), strict=True)
+        padded(part, side) for part, side in zip(parts, ("left", "left", "right"), strict=True)
     )
     more: dict[str, Any] = {"absorbed": scenario.absorbed}
     if prefix.shape[1]:
@@ -211,7 +202,8 @@ def measure(
         same = torch.equal(logits, patch.logits)  # of the model with its context, to the last bit
         error = error_of(logits, patch.logits)
         return {"result": "right" if same else "wrong", "misses": misses, "error": error}
-    full = reference(model, rows)
+    with torch.no_grad():
+        full = [model(row[None]).logits[0] for row in rows]
     spans = {column for span in scenario.absorbed or () for column in range(*span)}
     places = [
         [column for column in range(len(ids)) if column not in spans][-n:]

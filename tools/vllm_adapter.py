@@ -13,12 +13,10 @@ is more than 1e-3 off.
 (vllm #48421, #49656).
 """
 
-import argparse
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -129,19 +127,10 @@ def serve(model_folder: str, folder: Path) -> bool:
     return same == len(asked) and math.isfinite(worst) and worst <= LIMIT and differ > 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one half."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("half", choices=("export", "serve"))
-    parser.add_argument("model")
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args(arguments)
-    if options.half == "export":
-        options.folder.mkdir(parents=True, exist_ok=True)
-        export(options.model, options.folder)
-        return 0
-    return 0 if serve(options.model, options.folder) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    half, chosen, given = sys.argv[1:]
+    if half == "export":
+        Path(given).mkdir(parents=True, exist_ok=True)
+        export(chosen, Path(given))
+    else:
+        sys.exit(not serve(chosen, Path(given)))

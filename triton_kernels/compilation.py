@@ -163,39 +163,40 @@ def linear_launch(
     return plan_linear(z, weight, u, v, bias, index, dtype, config)
 
 
-def entry_variants(entry: TunedConfig, capability: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The arguments of :func:`linear_launch` for the VARIANTS of an entry of a data file, for a GPU
-    of the compute capability, by name.
-    """
+def _of_entry(entry: TunedConfig, capability: int) -> Iterator[tuple[str, Launch]]:
+    """The launches of an entry of a data file for a GPU of the compute capability, by variant."""
     dtype, size = getattr(torch, entry.dtype), (min(entry.max_n or 21504, 21504), 5376)
     config = entry.config.for_capability(capability)
     for variant, (rank, *rows) in VARIANTS.items():
         count = rows[entry.path != GEMV]
         if count is not None:
-            yield variant, (config, dtype, size, rank, count, variant)
+            yield variant, linear_launch(config, dtype, size, rank, count, variant)
+    if entry.path == GEMV:
+        x, weight = _empty(3, size[1], dtype=dtype), _empty(128, *size, dtype=dtype)
+        # few rows, as in a decode step: 8 of 128 experts each
+        expert, bias = _empty(3, 8, dtype=torch.int64), _empty(128, size[0], dtype=dtype)
+        yield "experts", plan_experts(x, weight, expert, bias, torch.float32, config)
     if entry.path == GEMV and size[0] <= NARROW:
         split = replace(entry.config, splits=4, pdl=True).for_capability(capability)
         for variant, rank, count in (("rank 1", 1, 1), ("recording", None, 16)):
-            yield f"{variant}, 4 splits", (split, dtype, size, rank, count, variant)
+            yield f"{variant}, 4 splits", linear_launch(split, dtype, size, rank, count)
 
 
 def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
     """Every launch, by name: of the linear kernels and of the experts' in every configuration for
-    GPUs of the compute capability (those of both fp16 and bf16 in bf16 only), then of the others,
-    for rows of 5376 and 21504 elements.
+    GPUs of the compute capability, then of the others, for rows of 5376 and 21504 elements.
     """
     seen = set()
     for file, entries in data_files(capability).items():
         for entry in entries:
+            # fp16 compiles as bf16 does
+            key = entry.path, entry.dtype.replace("bfloat", "float"), entry.max_n, entry.config
+            if key in seen:
+                continue
+            seen.add(key)
             size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
-            key = (entry.path, entry.dtype.replace("bfloat", "float"), entry.config)
-            if key not in seen:
-                seen.add(key)
-                for variant, of in entry_variants(entry, capability):
-                    name = f"{file}: {entry.path} {entry.dtype}{size}, {variant}"
-                    yield name, linear_launch(*of)
-            if entry.path == GEMV and entry.dtype != "float16":
-                yield f"{file}: {entry.dtype}{size}, experts", _expert_launch(entry)
+            for variant, launch in _of_entry(entry, capability):
+                yield f"{file}: {entry.path} {entry.dtype}{size}, {variant}", launch
     dtype, d = torch.bfloat16, 5376
     for width in (d, 21504):
         z, wide = _empty(4, width, dtype=dtype), _empty(4, width)
@@ -209,11 +210,3 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
         yield f"rms_norm {name}", plan_rms_norm(z, wide, *options)
     for activation in ACTIVATIONS:
         yield f"gated_product {activation}", plan_gated(z, z, activation)
-
-
-def _expert_launch(entry: TunedConfig) -> Launch:
-    """For few rows, as in a decode step: 8 of 128 experts per row."""
-    dtype, n, k = getattr(torch, entry.dtype), min(entry.max_n or 21504, 21504), 5376
-    x, weight = _empty(3, k, dtype=dtype), _empty(128, n, k, dtype=dtype)
-    expert, bias = _empty(3, 8, dtype=torch.int64), _empty(128, n, dtype=dtype)
-    return plan_experts(x, weight, expert, bias, torch.float32, entry.config)

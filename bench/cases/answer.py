@@ -35,7 +35,6 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
         Case(
             f"{saved.name} {dtype_name(dtype)}",
             functools.partial(comparison, saved, dtype, device),
-            {"model": saved.name},
         )
         for dtype in (torch.float32, torch.bfloat16)[: 1 if quick else 2]
     ]

@@ -11,7 +11,7 @@ All ways run in turns, on the same weights and tokens. In the order of the table
   bit-identical to the model as it is. `shared cache` and `two streams` are the stable update, over
   one cache for both streams and over one for each (two passes and two streams only up to 8
   rows). `compiled` has a static cache that both streams share and is compiled, and on a GPU a CUDA
-  graph; `CUDA graph` is the same without the compiler.
+  graph.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph.
 - `patch applied`, in older tables, is the model's own step with a given patch applied in every
@@ -28,10 +28,9 @@ token chose and no others, and PEFT has no adapter for experts. The plain step r
 transformers does by default.
 
 The error is the largest difference of the logits from the plain step's, relative to the largest
-logit. It must be smaller than the patch's own effect; a step that fails has no time. `of ceiling`
-is the time to read every weight once (of the experts, the chosen ones) at the best bandwidth
-measured here, divided by the step's time. Older tables have the operators and the memory of our
-step too.
+logit. It must be smaller than the patch's own effect; a step that fails has no time. Older tables
+have `of ceiling` too, the time to read every weight once at the best bandwidth measured beside,
+divided by the step's time, and the operators and the memory of our step.
 """
 
 import functools
@@ -43,7 +42,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from icl_patch import ContextPatch, ContextPatcher
+from icl_patch import ContextPatcher
 from icl_patch.bench.baselines import (
     StaticContext,
     Step,
@@ -67,7 +66,7 @@ from icl_patch.bench.cases.models import (
     twin,
 )
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
-from icl_patch.bench.timing import Call, ceiling
+from icl_patch.bench.timing import Call
 from icl_patch.generation.compiled_step import use_compiled_step
 from icl_patch.generation.decode_step import DecodeState, decode_one_token, prefill
 from icl_patch.generation.one_pass import DecodeMode
@@ -114,7 +113,6 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
         Case(
             f"{shape.name} {dtype_name(dtype)} B={batch} context={context}",
             functools.partial(comparison, shape, batch, context, dtype, device),
-            {"model": shape.name, "dtype": dtype_name(dtype), "batch": batch, "context": context},
         )
         for context in contexts
         for shape in shapes
@@ -173,16 +171,12 @@ def comparison(
             builders[NAIVE] = lambda: naive_step(models.plain, patch, plain)
             if has_peft():
                 builders[PEFT] = lambda: lora_step(twin(models.plain), patch, plain)
-    nbytes = weight_bytes(models.plain, patch)
     return Comparison(
         ours=_NAMES[mode],
         calls={name: _lazily(build) for name, build in builders.items()},
         check=lambda name, logits: relative_error(
             logits, expected, rounded if name in (NAIVE, PEFT) else limit
         ),
-        nbytes=dict.fromkeys(builders, nbytes),
-        ceiling=ceiling(device),
-        notes={"weights MB": nbytes / 1e6},
     )
 
 
@@ -224,10 +218,6 @@ def _ours(
         builders[_NAMES[two]] = lambda: _decoding_step(stable, ids, two)
         builders[EXACT_TWO_PASSES] = lambda: _two_pass_step(exact, ids)
     builders[OURS_COMPILED] = lambda: _compiled_step(stable, ids, compilers, mode)
-    if cuda:
-        builders["recompute and apply, CUDA graph"] = lambda: _compiled_step(
-            stable, ids, ("cuda_graph",), mode
-        )
     return builders
 
 
@@ -266,20 +256,3 @@ def _two_pass_step(patcher: ContextPatcher, ids: Tensor) -> Step:
         return attached.compute_from(cache, sequences).reduced_logits[:, -1]
 
     return repeatable(run, lambda: cache.crop(-1))
-
-
-def weight_bytes(model: PreTrainedModel, patch: ContextPatch) -> int:
-    """The bytes that a decode step must read: every parameter once, without an embedding table that
-    is not the head's, and of the experts only those that the patch's tokens chose.
-    """
-    table: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    unread = table.weight.nbytes if table.weight is not head.weight else 0
-    for block, layer in zip(patch.blocks, patch.layers, strict=True):
-        if block.spec.experts is not None:
-            experts: Any = model.get_submodule(block.path_of(block.spec.experts))
-            chosen = layer[f"{block.spec.experts}.index"].unique().numel()
-            unread += sum(
-                (len(matrices) - chosen) * matrices[0].nbytes for matrices in experts.parameters()
-            )
-    return sum(parameter.nbytes for parameter in model.parameters()) - unread

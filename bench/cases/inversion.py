@@ -49,7 +49,6 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         Case(
             f"{min(batch, most)} × {n} {dtype_name(dtype)}",
             functools.partial(comparison, min(batch, most), n, dtype, device),
-            {"batch": min(batch, most), "n": n},
         )
         for (batch, n), dtype in itertools.product(SHAPES, DTYPES)
     ]

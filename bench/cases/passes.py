@@ -44,7 +44,6 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
         Case(
             f"{saved.name} {dtype_name(dtype)} {name}",
             functools.partial(_build, saved, dtype, device, comparison),
-            {"model": saved.name, "dtype": dtype_name(dtype)},
         )
         for dtype in (torch.float32, torch.bfloat16)[: 1 if quick else 2]
         for name, comparison in made.items()

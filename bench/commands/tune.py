@@ -1,7 +1,6 @@
 """``icl-patch tune``: choose the Triton kernels' configurations on a GPU."""
 
 import argparse
-import os
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -23,14 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: bf16 fp16 fp32",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="minutes: a shape per class, fewer numbers of rows"
-    )
-    parser.add_argument(
-        "--workers",
-        type=common.positive,
-        metavar="N",
-        default=os.cpu_count(),
-        help="compiling processes (default: the cores)",
+        "--quick", action="store_true", help="minutes: one shape per class, fewer numbers of rows"
     )
     parser.add_argument(
         "--out",
@@ -54,10 +46,13 @@ def run(options: argparse.Namespace) -> int:
         )
     from icl_patch.bench import tuning
 
-    dtypes = tuple(options.dtype or map(common.dtype, ("bf16", "fp16", "fp32")))
-    tuned = tuning.TuningOptions(options.device, dtypes, options.quick, options.workers)
+    dtypes = options.dtype or [common.dtype(name) for name in ("bf16", "fp16", "fp32")]
     path, entries = tuning.write(
-        tuned, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
+        options.device,
+        dtypes,
+        options.quick,
+        options.out,
+        lambda line: print(f"tune: {line}", file=sys.stderr, flush=True),
     )
     output = {"file": str(path), "entries": [asdict(entry) for entry in entries]}
     common.print_result(options, output, f"{len(entries)} entries in {path}")

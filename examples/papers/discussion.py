@@ -8,9 +8,7 @@ The folder holds a causal language model whose blocks end in a matrix, and its t
 the CPU; minutes.
 """
 
-import argparse
 import copy
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -18,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figure_page import rounded, wrapped
-from real_prompts import Prompt, ids_of, prompts, read
+from pages import Page, parse
+from real_prompts import Prompt, ids_of, programs_and_chats, prompts
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -33,12 +31,8 @@ from icl_patch.analysis.steering import (
     steering_vectors,
 )
 from icl_patch.analysis.transfer import on_other_weights
-from icl_patch.bench.results import environment
-from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation.loading import load_model
 
-NOTES = Path(__file__).with_name("discussion_notes.md")
-PAGE, NUMBERS = "discussion.md", "discussion.json"
 STEPS = (0, 1, 4, 16, 64)
 """Steps of fine-tuning after which the patches are tried."""
 RATE, CHUNK, SPAN = 1e-5, 256, 4
@@ -72,9 +66,8 @@ class Discussion:
 
     def text(self) -> Tensor:
         """Text beside all prompts: chats and programs, (1, T)."""
-        parts = [entry["context"] + entry["prompt"] for entry in read("code")]
-        parts += ["\n".join([chat["system"], *chat["users"]]) for chat in read("chats")]
-        return _ids(ids_of(self.tokenizer, "\n\n".join(parts), first=True)[: self.text_tokens])
+        text = "\n\n".join(programs_and_chats())
+        return _ids(ids_of(self.tokenizer, text, first=True)[: self.text_tokens])
 
     @torch.no_grad()
     def logits(self, model: Any, prompt: Prompt, *contexts: Sequence[int]) -> Tensor:
@@ -242,115 +235,29 @@ class Discussion:
         }
 
 
+PAGE = Page("discussion", ("discussion",), {})
+
+
 def measure(folder: Path, quick: bool) -> dict[str, Any]:
     """All numbers of the page."""
     found = Discussion(folder, quick)
-    numbers: dict[str, Any] = {
-        "model": folder.name,
-        "environment": environment(torch.device("cpu")),
+    return {
+        "model": folder.resolve().name,
         "prompts": len(found.chosen),
         "kept_tokens": sum(len(prompt.question) for prompt in found.chosen),
         "rate": RATE,
         "chunk": CHUNK,
+        "steering": found.steering(),
+        "transfer": found.transfer(),
+        "attribution": found.attribution(),
+        "composition": found.composition(),
     }
-    for name in ("steering", "transfer", "attribution", "composition"):
-        print(name, file=sys.stderr)
-        numbers[name] = getattr(found, name)()
-    return dict(rounded(numbers))
-
-
-def page(numbers: dict[str, Any]) -> str:
-    """The page: the notes with every number from the data."""
-    steering, spans, both = (numbers[x] for x in ("steering", "attribution", "composition"))
-    values = {
-        "model": numbers["model"],
-        "prompts": numbers["prompts"],
-        "kept_tokens": numbers["kept_tokens"],
-        "device": numbers["environment"]["device"],
-        "torch": numbers["environment"]["torch"],
-        "rate": f"{numbers['rate']:.0e}",
-        "chunk": numbers["chunk"],
-        "covariance_tokens": steering["covariance_tokens"],
-        "other_tokens": steering["other_tokens"],
-        "less_in": steering["less_in"],
-        "steering": table(
-            ["", "largest error of logits", "TVD on other text"],
-            [
-                [
-                    title,
-                    f"{steering['error'][name]:.1e}",
-                    _or_none(steering["side_effect"].get(name)),
-                ]
-                for name, title in (
-                    ("patch", "patch, `z / ‖z‖²`"),
-                    ("rome", "patch in ROME's form"),
-                    ("steering", "steering vectors"),
-                )
-            ],
-        ),
-        "transfer": table(
-            ["steps", "change of the weights", "no context", "old patch", "old steering vectors"],
-            [
-                [str(row["steps"]), f"{row['weights']:.1e}"]
-                + [f"{row[name]:.2g}" for name in ("none", "patch", "steering")]
-                for row in numbers["transfer"]
-            ],
-        ),
-        "spans": spans["spans"],
-        "span": spans["span"],
-        "correlation": table(
-            ["contexts", "mean", "least", "most"],
-            [
-                [kind, *(f"{found[name]:.2f}" for name in ("mean", "least", "most"))]
-                for kind, found in spans["correlation"].items()
-            ],
-        ),
-        "rest": table(
-            ["matrix", "the sum misses", "the second context's patch alone misses"],
-            [
-                [f"`{name}`", f"{value:.2f}", f"{both['rest']['its own'][name]:.2f}"]
-                for name, value in both["rest"]["sum"].items()
-            ],
-        ),
-        "distance": table(
-            ["the question with", "TVD from both contexts"],
-            [
-                [title, f"{both['distance'][name]:.2f}"]
-                for name, title in (
-                    ("none", "no context"),
-                    ("the other", "the first context alone"),
-                    ("its own", "the second context alone, which it asks about"),
-                    ("swapped", "both, in the other order"),
-                    ("sum", "the sum of both contexts' steering vectors"),
-                )
-            ],
-        ),
-    }
-    return wrapped(NOTES.read_text(encoding="utf-8").format(**values))
-
-
-def _or_none(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, unless asked to redraw, and write numbers and page."""
-    parser = argparse.ArgumentParser(description="The papers' discussion items on a model.")
-    parser.add_argument("folder", type=Path, nargs="?", help="a model and its tokenizer")
-    parser.add_argument("--out", type=Path, default=Path("build/papers/discussion"))
-    parser.add_argument("--quick", action="store_true", help="few prompts")
-    parser.add_argument("--redraw", action="store_true", help="measure nothing: write the page")
-    options = parser.parse_args(arguments)
-    if options.redraw == (options.folder is not None):
-        parser.error("expected a folder, or --redraw with --out")
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / NUMBERS
-    if not options.redraw:
-        torch.set_num_threads(1)
-        numbers = measure(options.folder, options.quick)
-        file.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    numbers = json.loads(file.read_text(encoding="utf-8"))
-    (options.out / PAGE).write_text(page(numbers), encoding="utf-8")
+    options = parse("The papers' discussion items on a model.", arguments, of_model=True)
+    PAGE.run(options, lambda _: measure(options.folder, options.quick))
     return 0
 
 

@@ -175,16 +175,6 @@ def sensitivity(model: AttachedModel, context: Tensor, kept: Tensor, seed: int) 
     return found
 
 
-@torch.no_grad()
-def attention_on_first(model: Any, context: Tensor, kept: Tensor) -> Arrays:
-    """The share of the kept tokens' attention that goes to the first token of the context, by
-    block, (L, T): means over heads. For a model with eager attention.
-    """
-    whole, width = torch.cat([context, kept], 1), kept.shape[1]
-    weights = model(input_ids=whole, use_cache=False, output_attentions=True).attentions
-    return {"share": torch.stack([x[0, :, -width:, 0].mean(0) for x in weights]).numpy()}
-
-
 @contextmanager
 def disturbed(block: torch.nn.Module, noise: Tensor) -> Iterator[None]:
     """Within this context the block adds :data:`DISTURBANCE` times its outputs' norm in the

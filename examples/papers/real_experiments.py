@@ -10,155 +10,135 @@ result is kept in build/papers as soon as it is measured: a stopped run goes on.
 CPU.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-import real_statistics as statistics
-import torch
-from figure_page import rounded
-from real_fidelity import KEPT
-from real_page import write_page
-from real_pictures import draw
-from real_prompts import KINDS
-from real_runs import Runs
-from real_subject import FULL, QUICK, Store, Subject
-from transformers.utils import logging as transformers_logging
+import numpy as np
+from goldwaser_experiments import LAZY
+from matplotlib.figure import Figure
+from pages import DTYPES, Numbers, Page, band, error_curves, legend, panels, parse
+from real_fidelity import KEPT, NOISE, RUNS
+from real_runs import FULL, QUICK, Runs
 
-from icl_patch.bench.results import environment
+COLOURS = {
+    "exact": "#1b9e77",
+    "stable": "#1f78b4",
+    "direct": "#d95f02",
+    KEPT: "#7570b3",
+    "no cache": "0.55",
+    "token by token": "0.35",
+}
 
-NUMBERS = "real-model.json"
+
+def dependence(numbers: Numbers) -> Figure:
+    """Errors by block, and by the context's length."""
+    figure, axes = panels(2, len(numbers["by_block"]), (4.6 * len(numbers["by_block"]), 7.4))
+    for (top, bottom), dtype in zip(axes.T, numbers["by_block"], strict=True):
+        lengths = numbers["by_length"].get(dtype, {})
+        for run in RUNS:
+            if run == "direct" and numbers["direct_is_stable"]:
+                continue
+            # the noise has no place below: for most lengths it is 0, as the calls are the same
+            of_length = [] if run in NOISE else lengths.get(run, [])
+            for axis, x, values in (
+                (top, None, numbers["by_block"][dtype][run]),
+                (bottom, [x["length"] for x in of_length], [x["linf"][:2] for x in of_length]),
+            ):
+                if np.any(values):  # no line for exact zeros
+                    both = [(middle, middle, high) for middle, high in values]
+                    label = f"the model itself, {run}" if run in NOISE else run
+                    band(axis, range(len(values)) if x is None else x, both, COLOURS[run], label)
+        top.set(title=DTYPES[dtype], xlabel="block", yscale="log")
+        bottom.set(xlabel="tokens of the context", yscale="log")
+        bottom.set_xscale("log", base=2)
+        bottom.xaxis.set_major_formatter("{x:g}")
+    axes[0, 0].set_ylabel("relative error of the block's output")
+    axes[1, 0].set_ylabel("L∞ / max |logit|")
+    legend(figure, axes[0, 0], 5)
+    return figure
+
+
+def sensitivity(numbers: Numbers) -> Figure:
+    """The growth of a disturbance."""
+    figure, ((axis,),) = panels(1, 1, (7.5, 4.4))
+    colours = ("0.3", "0.65", COLOURS["exact"], COLOURS[KEPT])
+    for (name, values), colour in zip(numbers["disturbed"].items(), colours, strict=True):
+        band(axis, range(len(values)), values, colour, name)
+    axis.set(yscale="log", xlabel="block", ylabel="disturbance, relative; 1 after block 0")
+    axis.legend(fontsize=9)
+    return figure
+
+
+def changes(numbers: Numbers) -> Figure:
+    """Sizes of the changes by block, and the space that they span."""
+    modules = list(numbers["sizes"]["exact"])
+    size = (4.6 * len(modules), 7.6)
+    figure, axes = panels(2, len(modules), size, sharey="row", sharex=True)
+    for (top, bottom), module in zip(axes.T, modules, strict=True):
+        for run, prefix, name in (("exact", "0", "all absorbed"), (KEPT, "1", "first token kept")):
+            values = numbers["sizes"][run][module]["quantiles"]
+            band(top, range(len(values)), values, COLOURS[run], name)
+            directions = np.array(numbers["spanned"][prefix][f"{module}/directions per token"])
+            for found, style, held in zip(directions.T, ":-", ("50 %", "90 %"), strict=False):
+                label = f"{name}: {held}"
+                bottom.plot(100 * found, style, color=COLOURS[run], label=label)
+        top.set(yscale="log", title=module)
+        bottom.set(xlabel="block", ylim=(0, 105))
+    axes[0, 0].set_ylabel("‖ΔW‖ / ‖W‖: median, 5 to 95 % of tokens")
+    axes[1, 0].set_ylabel("directions that hold 50 and 90 %\nof the squared norm, % of the tokens")
+    axes[1, 0].legend(fontsize=9)
+    legend(figure, axes[0, 0], 2)
+    return figure
+
+
+def growth(numbers: Numbers) -> Figure:
+    """Steps of the weights, and the answers, as a few-shot context grows."""
+    figure, ((left, right),) = panels(1, 2, (12, 4.4))
+    colours = (COLOURS["exact"], "0.5")
+    for (name, found), colour in zip(numbers["grown"].items(), colours, strict=True):
+        label = f"{name} answers"
+        band(left, range(1, len(found["steps"]) + 1), found["steps"], colour, label)
+        right.plot(found["right"], color=colour, marker=".", label=label)
+    left.set(yscale="log", ylabel="step / whole change, quartiles")
+    right.set(ylim=(0, 1), ylabel="mean probability of the right answer")
+    for axis in (left, right):
+        axis.set_xlabel("pairs in the context")
+        axis.legend()
+    return figure
+
+
+def protocol(numbers: Numbers) -> Figure:
+    """The paper's prompt, token by token."""
+    dtypes = numbers["protocol"]
+    figure, axes = panels(len(dtypes), 1, (13, 1.2 + 2.9 * len(dtypes)))
+    for axis, (dtype, found) in zip(axes[:, 0], dtypes.items(), strict=True):
+        curves = []
+        for about, errors in zip(found["curves"], found["first"]["errors"], strict=True):
+            update, kept, merged = about["update"], about["kept"], about["held"] != LAZY
+            if update == "exact" and kept:
+                continue  # on the line of zeros, as without it
+            label = f"{update}{', first token kept' * kept}{', merged into the weights' * merged}"
+            style = {"color": COLOURS[KEPT if kept else update], "ls": "--" if merged else "-"}
+            same, linf, *_ = zip(*errors, strict=True)
+            curves.append((linf, same, style | {"label": label}))
+        error_curves(axis, dtype, found["first"]["tokens"], curves)
+    legend(figure, axis, 3)
+    return figure
+
+
+PICTURES = {
+    f"real-model-{draw.__name__}": draw
+    for draw in (dependence, sensitivity, protocol, changes, growth)
+}
+PAGE = Page("real-model", ("real-model",), PICTURES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, then write numbers, pictures and page."""
-    parser = argparse.ArgumentParser(
-        description="The papers' experiments on a pretrained model, with a page and pictures."
-    )
-    parser.add_argument("folder", type=Path, nargs="?", help="a model and its tokenizer")
-    parser.add_argument("--name", help="the model's name on the page (default: the folder's)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for page, pictures and numbers (default: build/papers/NAME)",
-    )
-    parser.add_argument("--quick", action="store_true", help="few prompts")
-    parser.add_argument("--redraw", action="store_true", help="measure nothing: draw the numbers")
-    options = parser.parse_args(arguments)
-    if options.redraw == (options.folder is not None):
-        parser.error("expected a folder, or --redraw with --out")
-    if options.redraw and options.out is None:
-        parser.error("expected --out with --redraw: the folder that holds the numbers")
-    if options.redraw:
-        redraw(options.out)
-        return 0
-    torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    subject = Subject(options.folder, QUICK if options.quick else FULL)
-    name = options.name or options.folder.resolve().name
-    store = Store(Path("build/papers") / f"{name}-{subject.key}")
-    Runs(subject, store).run()
-    out = options.out or Path("build/papers") / name
-    out.mkdir(parents=True, exist_ok=True)
-    numbers = rounded({"model": name, **collect(subject, store)})
-    (out / NUMBERS).write_text(json.dumps(numbers, ensure_ascii=False) + "\n", encoding="utf-8")
-    redraw(out)
+    options = parse("The papers' experiments on a pretrained model.", arguments, of_model=True)
+    sizes = QUICK if options.quick else FULL
+    PAGE.run(options, lambda _: Runs(options.folder, sizes).numbers())
     return 0
-
-
-def redraw(folder: Path) -> None:
-    """Draw the pictures and write the page from the numbers in a folder."""
-    numbers = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))
-    draw(numbers, folder)
-    write_page(folder, numbers)
-
-
-def collect(subject: Subject, store: Store) -> dict[str, Any]:
-    """The page's numbers from all results."""
-    named = {dtype: _prompts(subject, store, dtype) for dtype in subject.sizes.dtypes}
-    first = next(iter(named.values()))
-    weights = store.load("weights")
-    found: dict[str, Any] = {
-        "sizes_of_run": asdict(subject.sizes),
-        "config": _config(subject.config),
-        "environment": environment(torch.device("cpu")),
-        "prompts": _texts(subject, first),
-        "direct_is_stable": all(statistics.same_updates(x) for x in named.values()),
-        "sizes": {run: statistics.sizes(first, weights, run) for run in ("exact", KEPT)},
-        "spanned": {str(k): statistics.spanned(_all(store, f"spans-{k}")) for k in (0, 1)},
-        "grown": {
-            how: statistics.grown(_all(store, f"growth-{how}")) for how in ("right", "shuffled")
-        },
-        "disturbed": statistics.disturbed(_all(store, "sensitivity")),
-        "attention": statistics.on_first(_all(store, "attention")),
-    }
-    for key, summary in {
-        "agreement": statistics.agreement,
-        "by_place": statistics.by_place,
-        "by_block": statistics.by_block,
-        "lost": lambda results: {"stable": statistics.lost(results, "stable")},
-        "control": statistics.control,
-    }.items():
-        found[key] = {dtype: summary(results) for dtype, results in named.items()}
-    found["rounded_alike"] = {
-        dtype: statistics.rounded_alike(results, "stable", torch.finfo(getattr(torch, dtype)).eps)
-        for dtype, results in named.items()
-    }
-    found["by_length"] = {
-        dtype: statistics.by_length(_by_length(subject, store, dtype))
-        for dtype in subject.sizes.dtypes
-    }
-    found["protocol"] = {
-        dtype: statistics.own_protocol(_all(store, f"protocol-{dtype}"))
-        for dtype in subject.sizes.dtypes
-    }
-    return found
-
-
-def _prompts(subject: Subject, store: Store, dtype: str) -> dict[str, Any]:
-    return {prompt.name: store.load(f"{dtype}/{prompt.name}") for prompt in subject.prompts}
-
-
-def _all(store: Store, folder: str) -> dict[str, Any]:
-    """All results of a stage, by name."""
-    paths = sorted((store.folder / folder).glob("*.npz"))
-    return {path.stem: store.load(f"{folder}/{path.stem}") for path in paths}
-
-
-def _by_length(subject: Subject, store: Store, dtype: str) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    for prompt in subject.excerpts(dtype):
-        arrays = store.load(f"{dtype}/{prompt.name}")
-        found.setdefault(len(prompt.context), {})[prompt.name] = arrays
-    return found
-
-
-def _texts(subject: Subject, results: dict[str, Any]) -> dict[str, Any]:
-    """Prompts, and their tokens, by kind."""
-    found = {}
-    for kind in KINDS:
-        prompts = [prompt for prompt in subject.prompts if prompt.kind == kind]
-        if prompts:
-            kept = [len(results[prompt.name]["margin"]) for prompt in prompts]
-            contexts = [len(prompt.context) for prompt in prompts]
-            found[kind] = {
-                "prompts": len(prompts),
-                "contexts": len({prompt.group for prompt in prompts}),
-                "context_tokens": [min(contexts), max(contexts)],
-                "kept_tokens": sum(kept),
-                "question_tokens": sum(len(prompt.question) for prompt in prompts),
-            }
-    return found
-
-
-def _config(config: Any) -> dict[str, Any]:
-    names = ("model_type", "num_hidden_layers", "hidden_size")
-    return {name: getattr(config, name, None) for name in names}
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """How faithful replays are on a pretrained model: every update and the model's own noise, token by
-token and block by block, beside the unmodified model with its context.
+token and block by block, beside the unmodified model with its context; and the paper's protocol.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import goldwaser_experiments as goldwaser
 import numpy as np
 import torch
+from goldwaser_experiments import LAZY, MERGED, VARIANTS
 from torch import Tensor
 
 from icl_patch import ContextPatcher, metrics
-from icl_patch.models import kv_cache
+from icl_patch.evaluation.baseline import in_one_pass
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import BlockActivations
@@ -24,29 +25,20 @@ from icl_patch.recording.sequences import Sequences, assemble
 KEPT = "stable, first token kept"
 """The stable update of all of the context but its first token, which stays."""
 REPLAYS = (*reversed(UPDATES), KEPT)
-NOISE = ("two rows", "no cache", "token by token")
-"""The unmodified model against itself: a batch of two equal rows, one pass over everything, and
-one token a call.
-"""
+NOISE = ("no cache", "token by token")
+"""The unmodified model against itself: one pass over everything, and one token a call."""
 RUNS = (*REPLAYS, *NOISE)
 
+HELD = {"exact": (LAZY,), "stable": (LAZY, MERGED)}
+CURVES = tuple(
+    (update, how, keep) for keep in (0, 1) for update, held in HELD.items() for how in held
+)
+"""Of the paper's protocol: the update, how its patches are held, and how many of the context's
+first tokens stay.
+"""
+
 Arrays = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """A run of the kept tokens: logits (T, V), and the blocks' outputs (L, T, d) in fp32."""
-
-    logits: Tensor
-    blocks: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, activations: Sequence[BlockActivations], blocks: int) -> "Outcome":
-        """The first row of a run in one or several calls, of all tokens or of some columns."""
-        outputs = [entry.output for entry in activations]
-        calls = [outputs[start : start + blocks] for start in range(0, len(outputs), blocks)]
-        joined = torch.cat([torch.stack([x[0].float() for x in call]) for call in calls], 1)
-        return cls(logits[0], joined[:, -logits.shape[1] :])
+Outcome = tuple[Tensor, Sequence[BlockActivations]]
 
 
 @contextmanager
@@ -60,114 +52,97 @@ def attached(model: Any) -> Iterator[dict[str, AttachedModel]]:
 
 
 @torch.no_grad()
-def measure(
-    models: dict[str, AttachedModel], context: Tensor, kept: Tensor, noise_runs: Sequence[str]
-) -> Arrays:
+def measure(models: dict[str, AttachedModel], context: Tensor, kept: Tensor) -> Arrays:
     """One sequence, context (1, C) and kept tokens (1, T): for every run the errors of each token,
     (T,), and of each block's output, (L, T); and the sizes of the changes.
-
-    noise_runs: those of :data:`NOISE`.
     """
     sequences, exact = assemble(context, kept), models["exact"]
-    cache = exact.prefill(sequences)
-    reference = exact.compute_from(copy.deepcopy(cache), sequences)
     first = assemble(context[:, 1:], kept, prefix_ids=context[:, :1])
+    cache = exact.prefill(sequences)
     computations = {
-        "exact": reference,
-        **{name: _computed(models[name], cache, sequences) for name in ("stable", "direct")},
-        KEPT: _computed(models["stable"], cache, first),
+        run: models[run.split(",")[0]].compute_from(
+            copy.deepcopy(cache), first if run == KEPT else sequences
+        )
+        for run in REPLAYS
     }
-    assert reference.patch.logits is not None
-    count = len(exact.blocks)
-    target = Outcome.of(reference.patch.logits, reference.activations, count)
+    reference = computations["exact"].patch.logits
+    assert reference is not None
+    blocks = _blocks(computations["exact"].activations, len(exact.blocks), kept.shape[1])
+    top = reference[0].float().topk(2, -1).values
+    found: Arrays = {
+        "margin": ((top[:, 0] - top[:, 1]) / reference[0].float().abs().amax(-1)).numpy()
+    }
     outcomes = {
-        name: Outcome.of(*models[_update_of(name)].replay(computation.patch), count)
-        for name, computation in computations.items()
+        run: models[run.split(",")[0]].replay(made.patch) for run, made in computations.items()
     }
-    outcomes |= noise(exact, cache, sequences, noise_runs)
-    found: Arrays = {"margin": _margin(target.logits)}
-    for name, outcome in outcomes.items():
-        found |= {f"{name}/{key}": value for key, value in errors(outcome, target).items()}
-    for name, computation in computations.items():
-        found |= {f"{name}/{key}": value for key, value in conditions(computation).items()}
+    outcomes |= _noise(exact, cache, sequences)
+    for run, (logits, activations) in outcomes.items():
+        own = _blocks(activations, len(exact.blocks), kept.shape[1])
+        found |= {
+            f"{run}/match": metrics.same_argmax(logits[0], reference[0]).numpy(),
+            f"{run}/identical": metrics.bit_identical(logits[0], reference[0]).numpy(),
+            f"{run}/linf": metrics.linf(logits[0], reference[0]).float().numpy(),
+            f"{run}/blocks": ((own - blocks).norm(dim=-1) / blocks.norm(dim=-1)).numpy(),
+        }
+    for run, made in computations.items():
+        found |= {f"{run}/{key}": value for key, value in conditions(made).items()}
     return found
 
 
-def _update_of(name: str) -> str:
-    return name.split(",")[0]
+def _blocks(activations: Sequence[BlockActivations], blocks: int, width: int) -> Tensor:
+    """The blocks' outputs (L, width, d) in fp32 at a run's last tokens, in one or more calls."""
+    outputs = [entry.output[0].float() for entry in activations]
+    calls = [torch.stack(outputs[at : at + blocks]) for at in range(0, len(outputs), blocks)]
+    return torch.cat(calls, 1)[:, -width:]
 
 
-def _computed(model: AttachedModel, cache: Any, sequences: Sequences) -> Computation:
-    """The patch on top of a copy of a cache of one row."""
-    return model.compute_from(copy.deepcopy(cache), sequences)
-
-
-def noise(
-    model: AttachedModel, cache: Any, sequences: Sequences, names: Sequence[str]
-) -> dict[str, Outcome]:
+def _noise(model: AttachedModel, cache: Any, sequences: Sequences) -> dict[str, Outcome]:
     """The unmodified model on the same tokens in other calls, see :data:`NOISE`."""
-    columns, count = range(sequences.tail_ids.shape[1]), len(model.blocks)
-
-    def run(name: str) -> tuple[Tensor, list[BlockActivations]]:
-        with observe(model.blocks) as activations:
-            if name == "two rows":
-                twice = assemble(
-                    *(x.repeat(2, 1) for x in (sequences.head_ids, sequences.tail_ids))
-                )
-                copied = copy.deepcopy(cache)
-                kv_cache.stack_cache(copied, 1)
-                logits = forward_passes.run_tail(model.model, twice, copied)
-            elif name == "no cache":
-                logits = model.model(input_ids=sequences.ids, use_cache=False).logits
-                logits = logits[:, -len(columns) :]
-            else:
-                copied = copy.deepcopy(cache)
-                steps = [slice(column, column + 1) for column in columns]
-                logits = torch.cat(
-                    [forward_passes.run_tail(model.model, sequences, copied, at) for at in steps], 1
-                )
-        return logits, activations
-
-    return {name: Outcome.of(*run(name), count) for name in names}
+    width, found = sequences.tail_ids.shape[1], {}
+    with observe(model.blocks) as activations:
+        logits = model.model(input_ids=sequences.ids, use_cache=False).logits[:, -width:]
+    found["no cache"] = logits, activations
+    with observe(model.blocks) as activations:
+        steps = [slice(column, column + 1) for column in range(width)]
+        copied = copy.deepcopy(cache)
+        logits = torch.cat(
+            [forward_passes.run_tail(model.model, sequences, copied, at) for at in steps], 1
+        )
+    found["token by token"] = logits, activations
+    return found
 
 
-def errors(outcome: Outcome, target: Outcome) -> Arrays:
-    """The measures of :mod:`icl_patch.metrics` of each token, and each block's relative error."""
-    logits, reference = outcome.logits, target.logits
-    off = (outcome.blocks - target.blocks).norm(dim=-1) / target.blocks.norm(dim=-1)
-    return {
-        "match": metrics.same_argmax(logits, reference).numpy(),
-        "identical": metrics.bit_identical(logits, reference).numpy(),
-        "linf": metrics.linf(logits, reference).float().numpy(),
-        "tvd": metrics.total_variation(logits, reference).float().numpy(),
-        "blocks": off.numpy(),
-    }
-
-
-def _margin(logits: Tensor) -> np.ndarray:
-    """How far the most likely token is ahead, relative to the largest logit: (T,)."""
-    top = logits.float().topk(2, -1).values
-    return ((top[:, 0] - top[:, 1]) / logits.float().abs().amax(-1)).numpy()
-
-
-def conditions(computation: Computation) -> Arrays:
+def conditions(made: Computation) -> Arrays:
     """What the patch says of itself: the changes' sizes (L, T) by module; where a block is not
-    controllable, or does not take up this context, (L, T); elements that exact missed, (L, T).
+    controllable, (L, T); elements that exact missed, (L, T).
     """
-    patch, found = computation.patch, {}
+    patch, none = made.patch, torch.zeros_like(made.patch.kept_mask)
     assert patch.report is not None
-    for name, size in patch.norms().items():
-        found[f"norm/{name}"] = size[:, 0].float().numpy()
-    none = torch.zeros_like(patch.kept_mask)
-    for key, side in (("input", "input"), ("output", "output")):
+    found = {f"norm/{name}": x[:, 0].float().numpy() for name, x in patch.norms().items()}
+    for side in ("input", "output"):
         rows = [
-            torch.stack([none, *(v.always for v in block if v.side == side)]).any(0)[0]
-            for block in computation.violations
+            torch.stack([none, *(x.always for x in block if x.side == side)]).any(0)[0]
+            for block in made.violations
         ]
-        found[f"not {key}-controllable"] = torch.stack(rows).numpy()
-    refused = [
-        torch.stack([none, *(v.rows for v in block)]).any(0)[0] for block in computation.violations
-    ]
-    found["not taken up"] = torch.stack(refused).numpy()
+        found[f"not {side}-controllable"] = torch.stack(rows).numpy()
     found["misses"] = patch.report.misses[:, 0].int().numpy()
     return found
+
+
+def protocol(model: Any, tokenizer: Any, text: str, count: int) -> Arrays:
+    """The paper's own protocol, one token at a time, each with its own patch, in one greedy
+    generation of ``count`` tokens: match and L∞ of every token for each of :data:`CURVES`,
+    (curves, N, 2); and of the unpatched model in one pass, (N, 2).
+    """
+    chat = bool(tokenizer.chat_template)
+    run, counted = goldwaser.untouched(model, tokenizer, [text], count, chat)
+    found = {}
+    for keep in (0, 1):
+        for update, held in HELD.items():
+            variants = {how: VARIANTS[how] for how in held}
+            errors = goldwaser.measure(model, update, run, variants, keep)
+            found |= {(update, how, keep): errors[how][counted].numpy() for how in held}
+    at_once = goldwaser.errors_of(in_one_pass(model, run), run.logits)[counted]
+    tokens = [tokenizer.decode([token]) for token in run.tokens[counted].tolist()]
+    curves = np.stack([found[curve] for curve in CURVES])
+    return {"tokens": np.array(tokens), "curves": curves, "one pass": at_once.numpy()}

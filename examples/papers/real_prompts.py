@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from icl_patch.evaluation.loading import MARS_PROMPT
+
 TEXTS = Path(__file__).with_name("texts")
-LONG_TEXT = [Path(__file__).parents[2] / "docs" / f"{name}.md" for name in ("design", "usage")]
-"""Pages of this repository, one after the other: the long context."""
+# What the protocol of Goldwaser et al. starts from, the prompt of their Figure 3 first.
+INSTRUCTIONS = (
+    MARS_PROMPT,
+    "Write a two-line poem about a lighthouse that is afraid of the dark.",
+    "Explain to a child why the sky is blue, in two sentences.",
+    "List three uses for a paperclip that is too long.",
+)
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,7 @@ def few_shot(tokenizer: Any, groups: int, count: int, answer: int) -> Iterator[P
 
 
 def chats(tokenizer: Any, groups: int, count: int, answer: int) -> Iterator[Prompt]:
-    """The system message is the context; nothing for a tokenizer without a chat template.
-
-    Raises:
-        ValueError: the template does not begin with the system message.
-    """
+    """The system message is the context; nothing for a tokenizer without a chat template."""
     if not tokenizer.chat_template:
         return
     for group, chat in enumerate(read("chats")[:groups]):
@@ -75,11 +78,7 @@ def chats(tokenizer: Any, groups: int, count: int, answer: int) -> Iterator[Prom
         for index, text in enumerate(chat["users"][:count]):
             messages = [system, {"role": "user", "content": text}]
             whole = _templated(tokenizer, messages, add_generation_prompt=True)
-            if whole[: len(context)] != context:
-                raise ValueError(
-                    "expected a chat template that begins with the system message, got"
-                    f" {tokenizer.decode(whole)!r}"
-                )
+            assert whole[: len(context)] == context, "the template begins with something else"
             yield Prompt("chat", str(group), index, context, whole[len(context) :], answer)
 
 
@@ -115,26 +114,37 @@ def prompts(tokenizer: Any, sizes: dict[str, tuple[int, int, int]]) -> list[Prom
     return [prompt for kind, size in sizes.items() for prompt in KINDS[kind](tokenizer, *size)]
 
 
+def programs_and_chats() -> list[str]:
+    """Texts of these kinds, as they stand in their files."""
+    chats = ["\n".join([chat["system"], *chat["users"]]) for chat in read("chats")]
+    return [entry["context"] + entry["prompt"] for entry in read("code")] + chats
+
+
+def long_text() -> str:
+    """All texts one after the other: the long context. The committed numbers of contexts by length
+    are of another text, two pages of this repository's documentation.
+    """
+    passages = ["\n".join([x["text"], *x["questions"]]) for x in read("passages")]
+    return "\n\n".join(
+        [*passages, *programs_and_chats(), *(shots(task["pairs"]) for task in read("few_shot"))]
+    )
+
+
 def excerpts(tokenizer: Any, length: int, kept: tuple[int, int], count: int) -> list[Prompt]:
     """``count`` parts of the long text, evenly spread: ``length`` tokens of context and the tokens
     behind them.
 
     kept: how many tokens of the first part, and how many more of each next one. Whether a replay
     rounds as its recording does depends on their number.
-
-    Raises:
-        ValueError: the text is too short.
     """
-    text = "\n".join(path.read_text(encoding="utf-8") for path in LONG_TEXT)
-    ids = ids_of(tokenizer, text, first=False)
+    ids = ids_of(tokenizer, long_text(), first=False)
     least, more = kept
     room = len(ids) - length - least - more * (count - 1)
-    if room < 0:
-        raise ValueError(f"expected a text of {len(ids) - room} tokens, got one of {len(ids)}")
+    assert room >= 0, f"expected a text of {len(ids) - room} tokens, got one of {len(ids)}"
     found = []
     for index in range(count):
-        start = room * index // max(count - 1, 1)
-        middle = start + length
+        middle = room * index // max(count - 1, 1) + length
         tail = ids[middle : middle + least + more * index]
-        found.append(Prompt("excerpt", str(length), index, ids[start:middle], tail, 0))
+        context = ids[middle - length : middle]
+        found.append(Prompt("excerpt", str(length), index, context, tail, 0))
     return found

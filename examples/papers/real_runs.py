@@ -1,176 +1,257 @@
-"""The stages of the measurement on a pretrained model. Each result is a file as soon as it is
-measured, so that a stopped run goes on.
+"""What is measured on a pretrained model, and how much of it. Each result is a file as soon as it
+is measured, so that a stopped run goes on.
 """
 
+import hashlib
+import io
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import real_statistics as statistics
 import torch
-from goldwaser_experiments import INSTRUCTIONS
-from real_changes import attention_on_first, growth, sensitivity, spans
-from real_fidelity import NOISE, Arrays, attached, measure
-from real_prompts import KINDS, Prompt, read
-from real_protocol import protocol
-from real_subject import Store, Subject
+from real_changes import growth, sensitivity, spans
+from real_fidelity import KEPT, Arrays, attached, measure, protocol
+from real_prompts import INSTRUCTIONS, KINDS, TEXTS, Prompt, excerpts, prompts, read
 from rich.console import Console
 from rich.progress import track
 
 from icl_patch import ContextPatcher
+from icl_patch.bench.results import code_fingerprint
+from icl_patch.evaluation.loading import load_model
+from icl_patch.patch.atomic_file import write_atomically
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the measurement is.
+
+    Attributes:
+        dtypes: of the replays.
+        prompts: by kind, how many contexts, prompts of each, and tokens of an answer.
+        lengths: the lengths of contexts and how many of each, but in fp16, for which CPUs have no
+            products.
+        excerpt: kept tokens behind a context of the long text, see real_prompts.excerpts.
+        instructions, instruction_tokens: generations of the paper's protocol, and their length.
+        shots: pairs of a growing few-shot context, and questions; tasks: how many of them.
+        disturbed: one prompt of so many is disturbed.
+    """
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    prompts: dict[str, tuple[int, int, int]] = field(
+        default_factory=lambda: {
+            "few-shot": (12, 4, 16),
+            "chat": (12, 4, 40),
+            "passage": (12, 3, 32),
+            "code": (16, 1, 48),
+        }
+    )
+    lengths: dict[int, int] = field(
+        default_factory=lambda: {
+            **dict.fromkeys((16, 32, 64, 128, 256, 512), 8),
+            1024: 6,
+            2048: 3,
+            4000: 2,
+        }
+    )
+    excerpt: tuple[int, int] = (12, 5)
+    instructions: int = 4
+    instruction_tokens: int = 24
+    shots: tuple[int, int] = (16, 4)
+    tasks: int = 8
+    disturbed: int = 8
+
+
+FULL = Sizes()
+QUICK = Sizes(
+    dtypes=("bfloat16",),
+    prompts=dict.fromkeys(KINDS, (1, 1, 2)),
+    lengths={16: 2, 32: 1},
+    excerpt=(4, 1),
+    instructions=1,
+    instruction_tokens=2,
+    shots=(3, 2),
+    tasks=1,
+    disturbed=4,
+)
 
 
 def _ids(ids: Any) -> torch.Tensor:
     return torch.tensor([list(ids)], dtype=torch.int64)
 
 
-@dataclass(frozen=True)
 class Runs:
-    """All stages, in order."""
+    """All results of a model in a folder, measured where they are missing."""
 
-    subject: Subject
-    store: Store
+    def __init__(self, folder: Path, sizes: Sizes) -> None:
+        self.folder, self.sizes = folder, sizes
+        self.model, self.tokenizer = load_model(folder, None, torch.float32)
+        self.config = self.model.config.get_text_config()
+        self.prompts = [
+            x
+            for x in prompts(self.tokenizer, sizes.prompts)
+            if self.fits(len(x.context) + len(x.question) + x.answer)
+        ]
+        # the numbers depend on the model, the texts, the sizes and the code
+        digest = hashlib.sha256(f"{sizes}{code_fingerprint()}".encode())
+        here = Path(__file__).parent
+        for path in sorted([*here.glob("*.py"), *TEXTS.glob("*"), *folder.glob("*.safetensors")]):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        self.store = Path("build/papers") / f"{folder.resolve().name}-{digest.hexdigest()[:12]}"
 
-    def run(self) -> None:
-        """Measure all that is missing."""
-        self.answers()
-        self.spans()
-        self.growth()
-        self.sensitivity()
-        self.attention()
-        for dtype in self.subject.sizes.dtypes:
-            self.fidelity(dtype)
-            self.protocol(dtype)
+    def fits(self, tokens: int) -> bool:
+        """Whether the model has positions for so many tokens."""
+        return bool(tokens <= getattr(self.config, "max_position_embeddings", tokens))
 
-    def _stage(
+    def stage(
         self,
-        title: str,
+        stage: str,
         cases: Mapping[str, Any],
         load: Callable[[], AbstractContextManager[Any]],
         result: Callable[[Any, Any], Arrays],
-    ) -> None:
-        """Save the result of each case that has none: of the loaded model and the case."""
-        if missing := self.store.missing(list(cases)):
+    ) -> dict[str, Arrays]:
+        """The result of each case, by name. Those without a file are made of what is loaded."""
+        paths = {name: self.store / stage / f"{name}.npz" for name in cases}
+        if missing := [name for name, path in paths.items() if not path.exists()]:
+            (self.store / stage).mkdir(parents=True, exist_ok=True)
             with load() as loaded:
-                for name in track(missing, title, console=Console(stderr=True)):
-                    self.store.save(name, result(loaded, cases[name]))
+                for name in track(missing, stage, console=Console(stderr=True)):
+                    buffer = io.BytesIO()
+                    np.savez_compressed(buffer, **result(loaded, cases[name]))
+                    write_atomically(paths[name], [buffer.getvalue()])
+        return {name: dict(np.load(path)) for name, path in paths.items()}
 
-    def _model(self, dtype: str = "float32") -> AbstractContextManager[Any]:
-        return nullcontext(self.subject.load(dtype))
-
-    def _patcher(self) -> ContextPatcher:
-        return ContextPatcher(self.subject.load("float32"))
-
-    def answers(self) -> None:
-        """The model's own greedy answers in fp32, without the token that ends them."""
-
-        @torch.no_grad()
-        def answer(model: Any, prompt: Prompt) -> Arrays:
-            ids = _ids(prompt.context + prompt.question)
-            config = {"max_new_tokens": prompt.answer, "do_sample": False}
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), **config)
-            answer = out[0, ids.shape[1] :]
-            ends = model.generation_config.eos_token_id
-            ended = torch.isin(answer, torch.tensor(ends if ends is not None else []))
-            return {"answer": answer[~ended].numpy()}
-
-        named = {f"answers/{prompt.name}": prompt for prompt in self.subject.prompts}
-        self._stage("answers", named, self._model, answer)
-
-    def tokens(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
-        """The context (1, C) of a prompt, and its kept tokens (1, T): the question and the model's
-        answer.
-        """
-        kept = list(prompt.question)
-        if prompt.answer:
-            kept += self.store.load(f"answers/{prompt.name}")["answer"].tolist()
-        return _ids(prompt.context), _ids(kept)
-
-    def fidelity(self, dtype: str) -> None:
-        """Every prompt and every excerpt."""
-        prompts, often = [*self.subject.prompts, *self.subject.excerpts(dtype)], NOISE[:2]
-        cases = {
-            f"{dtype}/{prompt.name}": (prompt, often if i % self.subject.sizes.stepwise else NOISE)
-            for i, prompt in enumerate(prompts)
+    def numbers(self) -> dict[str, Any]:
+        """The page's numbers."""
+        sizes, named = self.sizes, {prompt.name: prompt for prompt in self.prompts}
+        answers = self.stage("answers", named, lambda: nullcontext(self.model), self.answer)
+        kept = {
+            name: _ids([*named[name].question, *x["answer"].tolist()])
+            for name, x in answers.items()
         }
-        self._stage(
-            f"fidelity, {dtype}",
-            cases,
-            lambda: attached(self.subject.load(dtype)),
-            lambda models, case: measure(models, *self.tokens(case[0]), case[1]),
-        )
-
-    def protocol(self, dtype: str) -> None:
-        """The paper's own protocol."""
-        sizes, tokenizer = self.subject.sizes, self.subject.tokenizer
-        texts = enumerate(INSTRUCTIONS[: sizes.instructions])
-        self._stage(
-            f"the paper's protocol, {dtype}",
-            {f"protocol-{dtype}/{i}": text for i, text in texts},
-            lambda: self._model(dtype),
-            lambda model, text: protocol(model, tokenizer, text, sizes.instruction_tokens),
-        )
-
-    def groups(self) -> dict[str, list[Prompt]]:
-        """The prompts by their context."""
-        found: dict[str, list[Prompt]] = {}
-        for kind in KINDS:
-            of_kind = [prompt for prompt in self.subject.prompts if prompt.kind == kind]
-            for group in dict.fromkeys(prompt.group for prompt in of_kind):
-                found[f"{kind}-{group}".replace(" ", "-")] = [
-                    prompt for prompt in of_kind if prompt.group == group
-                ]
-        return found
-
-    def spans(self) -> None:
-        """The space that the changes of a context's tokens span, in fp32; the weights' norms."""
-        groups = self.groups().items()
-        cases = {f"spans-{k}/{name}": (group, k) for k in (0, 1) for name, group in groups}
-
-        def spanned(patcher: ContextPatcher, case: tuple[list[Prompt], int]) -> Arrays:
-            return spans(patcher.attached_model, [self.tokens(x) for x in case[0]], case[1])
-
-        self._stage("spans", cases, self._patcher, spanned)
-        self._stage("weights", {"weights": None}, self._model, lambda model, _: _norms(model))
-
-    def growth(self) -> None:
-        """Few-shot contexts that grow, in fp32."""
-        sizes, tokenizer = self.subject.sizes, self.subject.tokenizer
-        self._stage(
-            "growing contexts",
-            {
-                f"growth-{how}/{task['name'].replace(' ', '-')}": (task, how == "shuffled")
-                for how in ("right", "shuffled")
-                for task in read("few_shot")[: sizes.tasks]
+        rows = {name: (_ids(prompt.context), kept[name]) for name, prompt in named.items()}
+        by_dtype, by_length, of_protocol = {}, {}, {}
+        for dtype in sizes.dtypes:
+            by_dtype[dtype] = self.fidelity(dtype, rows)
+            if dtype != "float16":
+                by_length[dtype] = statistics.by_length(
+                    {
+                        length: self.fidelity(
+                            dtype,
+                            {
+                                x.name: (_ids(x.context), _ids(x.question))
+                                for x in excerpts(self.tokenizer, length, sizes.excerpt, count)
+                            },
+                        )
+                        for length, count in sizes.lengths.items()
+                        if self.fits(2 * length)
+                    }
+                )
+            of_protocol[dtype] = statistics.own_protocol(self.protocol(dtype))
+        first = next(iter(by_dtype.values()))
+        weights = {name: float(x.detach().norm()) for name, x in self.model.named_parameters()}
+        return {
+            "model": self.folder.resolve().name,
+            "sizes_of_run": asdict(sizes),
+            "config": {
+                name: getattr(self.config, name)
+                for name in ("model_type", "num_hidden_layers", "hidden_size")
             },
-            lambda: ContextPatcher(self.subject.load("float32"), "stable"),
-            lambda patcher, case: growth(patcher, tokenizer, *case, sizes.shots),
+            "prompts": self.texts(rows),
+            "direct_is_stable": all(statistics.same_updates(x) for x in by_dtype.values()),
+            "sizes": {run: statistics.sizes(first, weights, run) for run in ("exact", KEPT)},
+            "spanned": {str(k): statistics.spanned(self.spans(rows, k)) for k in (0, 1)},
+            "grown": {how: statistics.grown(self.growth(how)) for how in ("right", "shuffled")},
+            "disturbed": statistics.disturbed(self.sensitivity(rows)),
+            "by_length": by_length,
+            "protocol": of_protocol,
+            **{
+                name: {dtype: summary(results) for dtype, results in by_dtype.items()}
+                for name, summary in (
+                    ("agreement", statistics.agreement),
+                    ("by_block", statistics.by_block),
+                    ("lost", lambda results: {"stable": statistics.lost(results, "stable")}),
+                    ("control", statistics.control),
+                )
+            },
+        }
+
+    @torch.no_grad()
+    def answer(self, model: Any, prompt: Prompt) -> Arrays:
+        """The model's own greedy answer in fp32, without the token that ends it."""
+        ids = _ids(prompt.context + prompt.question)
+        config = {"max_new_tokens": prompt.answer, "do_sample": False}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **config)
+        answer = out[0, ids.shape[1] :]
+        ended = torch.isin(answer, torch.tensor(model.generation_config.eos_token_id))
+        return {"answer": answer[~ended].numpy()}
+
+    def _load(self, dtype: str) -> Any:
+        return load_model(self.folder, self.tokenizer, getattr(torch, dtype))[0]
+
+    def fidelity(self, dtype: str, rows: Mapping[str, Any]) -> dict[str, Arrays]:
+        """Every prompt: its context (1, C) and its kept tokens (1, T)."""
+        return self.stage(
+            dtype, rows, lambda: attached(self._load(dtype)), lambda models, x: measure(models, *x)
         )
 
-    def sensitivity(self) -> None:
-        """A disturbance in fp32."""
-        chosen = enumerate(self.subject.prompts[:: self.subject.sizes.disturbed])
-        self._stage(
-            "sensitivity",
-            {f"sensitivity/{prompt.name}": (prompt, seed) for seed, prompt in chosen},
-            self._patcher,
-            lambda patcher, case: sensitivity(
-                patcher.attached_model, *self.tokens(case[0]), case[1]
+    def protocol(self, dtype: str) -> dict[str, Arrays]:
+        """The paper's own protocol."""
+        sizes = self.sizes
+        return self.stage(
+            f"protocol-{dtype}",
+            {str(i): text for i, text in enumerate(INSTRUCTIONS[: sizes.instructions])},
+            lambda: nullcontext(self._load(dtype)),
+            lambda model, x: protocol(model, self.tokenizer, x, sizes.instruction_tokens),
+        )
+
+    def spans(self, rows: Mapping[str, Any], prefix: int) -> dict[str, Arrays]:
+        """The space that the changes of a context's tokens span, in fp32."""
+        groups: dict[str, list[Any]] = {}
+        for prompt in self.prompts:
+            name = f"{prompt.kind}-{prompt.group}".replace(" ", "-")
+            groups.setdefault(name, []).append(rows[prompt.name])
+        return self.stage(
+            f"spans-{prefix}",
+            groups,
+            lambda: ContextPatcher(self.model),
+            lambda patcher, group: spans(patcher.attached_model, group, prefix),
+        )
+
+    def growth(self, how: str) -> dict[str, Arrays]:
+        """Few-shot contexts that grow, in fp32."""
+        return self.stage(
+            f"growth-{how}",
+            {task["name"]: task for task in read("few_shot")[: self.sizes.tasks]},
+            lambda: ContextPatcher(self.model, "stable"),
+            lambda patcher, task: growth(
+                patcher, self.tokenizer, task, how == "shuffled", self.sizes.shots
             ),
         )
 
-    def attention(self) -> None:
-        """The attention on the first token, in fp32."""
-        chosen = self.subject.prompts[:: self.subject.sizes.disturbed]
+    def sensitivity(self, rows: Mapping[str, Any]) -> dict[str, Arrays]:
+        """A disturbance in fp32."""
+        chosen = list(rows.items())[:: self.sizes.disturbed]
+        return self.stage(
+            "sensitivity",
+            {name: (*row, seed) for seed, (name, row) in enumerate(chosen)},
+            lambda: ContextPatcher(self.model),
+            lambda patcher, case: sensitivity(patcher.attached_model, *case),
+        )
 
-        def on_first(model: Any, prompt: Prompt) -> Arrays:
-            model.set_attn_implementation("eager")
-            return attention_on_first(model, *self.tokens(prompt))
-
-        named = {f"attention/{prompt.name}": prompt for prompt in chosen}
-        self._stage("attention", named, self._model, on_first)
-
-
-def _norms(model: Any) -> Arrays:
-    """``‖W‖_F`` of every parameter."""
-    return {name: x.detach().double().norm().numpy() for name, x in model.named_parameters()}
+    def texts(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Prompts, and their tokens, by kind."""
+        found = {}
+        for kind in dict.fromkeys(prompt.kind for prompt in self.prompts):
+            own = [rows[prompt.name] for prompt in self.prompts if prompt.kind == kind]
+            contexts = [context.shape[1] for context, _ in own]
+            found[kind] = {
+                "prompts": len(own),
+                "context_tokens": [min(contexts), max(contexts)],
+                "kept_tokens": sum(kept.shape[1] for _, kept in own),
+            }
+        return found

@@ -1,10 +1,8 @@
 """The measurements behind Figures 2 to 6 and Appendix E of Dherin et al., as numbers."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -61,74 +59,51 @@ QUICK = Sizes(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A model after its training, and its curves."""
-
-    model: Any
-    curves: dict[str, Any]
-
-
-Predict = Callable[[Any, Tasks], dict[str, Tensor]]
-
-
 def _train(
-    model: nn.Module, training: Training, sizes: Sizes, seed: int, predict: Predict
-) -> Trained:
-    """Train, and at every checkpoint compute the validation loss with the context and without
-    it.
+    model: nn.Module,
+    training: Training,
+    validation: int,
+    seed: int,
+    predict: Callable[[Any, Tasks], tuple[Tensor, Tensor]],
+) -> tuple[Any, dict[str, Any]]:
+    """The trained model, and at every checkpoint its validation loss with the context and by the
+    patch.
     """
-    count = sizes.stack_validation if training is sizes.stack else sizes.validation
-    tasks = sample(count, training.length, torch.Generator().manual_seed(_VALIDATION))
-    curves: dict[str, Any] = {"step": [], "training_loss": [], "largest_difference": 0.0}
+    tasks = sample(validation, training.length, torch.Generator().manual_seed(_VALIDATION))
+    names = ("step", "training_loss", "validation_loss_context", "validation_loss_patched")
+    curves: dict[str, Any] = {name: [] for name in names} | {"largest_difference": 0.0}
 
     @torch.no_grad()
     def checkpoint(step: int, loss: float) -> None:
-        curves["step"].append(step)
-        curves["training_loss"].append(loss)
         predictions = predict(model, tasks)
-        for name, prediction in predictions.items():
-            curves.setdefault(f"validation_loss_{name}", []).append(
-                half_squared(prediction, tasks.target).mean().item()
-            )
-        apart = max(
-            float((prediction - predictions["context"]).abs().max())
-            for prediction in predictions.values()
-        )
+        losses = [half_squared(x, tasks.target).mean().item() for x in predictions]
+        for name, value in zip(names, (step, loss, *losses), strict=True):
+            curves[name].append(value)
+        apart = float((predictions[0] - predictions[1]).abs().max())
         curves["largest_difference"] = max(curves["largest_difference"], apart)
 
     with torch.enable_grad():
         train(model, training, seed, checkpoint)
-    return Trained(model.eval(), curves)
+    return model.eval(), curves
 
 
-def _predict_block(block: Block, tasks: Tasks) -> dict[str, Tensor]:
-    """With the context; with ``W + ΔW`` applied as two vectors; with ``W + ΔW`` written out, task
-    by task.
-    """
+def _predict_block(block: Block, tasks: Tasks) -> tuple[Tensor, Tensor]:
     query = tasks.query[:, None]
     u, v, z = block.update(tasks.context, query)
-    # (B, inner, d + 1): the matrices, for once
-    weight = block.first.weight + u[:, 0, :, None] * v[:, 0, None]
-    inner = (weight @ z[:, 0, :, None])[..., 0] + block.first.bias
-    return {
-        "context": block(tasks.context, query)[:, 0],
-        "patched": block.without_context(z, u, v)[:, 0],
-        "written_out": block.second(torch.relu(inner))[..., -1],
-    }
+    return block(tasks.context, query)[:, 0], block.without_context(z, u, v)[:, 0]
 
 
-def _predict_stack(stack: Stack, tasks: Tasks) -> dict[str, Tensor]:
+def _predict_stack(stack: Stack, tasks: Tasks) -> tuple[Tensor, Tensor]:
     query = tasks.query[:, None]
     without = stack.read(stack.outputs_without_context(tasks.context, query)[-1])
-    return {"context": stack(tasks.context, query)[:, 0], "patched": without[:, 0, 0]}
+    return stack(tasks.context, query)[:, 0], without[:, 0, 0]
 
 
 @lru_cache(maxsize=1)
-def trained_attention(sizes: Sizes, seed: int) -> Trained:
-    """The transformer of §4.1, which Figures 2, 3 and 4 share."""
+def trained_attention(sizes: Sizes, seed: int) -> tuple[Block, dict[str, Any]]:
+    """The transformer of §4.1, which Figures 2, 3, 4 and Appendix E share."""
     torch.manual_seed(seed)
-    return _train(Block(Attention()), sizes.attention, sizes, seed, _predict_block)
+    return _train(Block(Attention()), sizes.attention, sizes.validation, seed, _predict_block)
 
 
 def mean_and_error(values: Tensor) -> dict[str, list[float]]:
@@ -139,38 +114,28 @@ def mean_and_error(values: Tensor) -> dict[str, list[float]]:
     }
 
 
-def _plane(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
-    """``|Φ_W(C, x) - Φ_{W+ΔW}(x)|`` over the plane of x, averaged over tasks, in the precision of
-    the model.
+@torch.no_grad()
+def figure_2(sizes: Sizes, seed: int) -> dict[str, Any]:
+    """Losses with the context and by ΔW at every checkpoint, and ``|Φ_W(C, x) - Φ_{W+ΔW}(x)|`` over
+    the plane of x, averaged over tasks.
     """
-    tasks = sample(sizes.trials, length, torch.Generator().manual_seed(_TRIALS))
+    block, curves = trained_attention(sizes, seed)
+    tasks = sample(sizes.trials, sizes.attention.length, torch.Generator().manual_seed(_TRIALS))
     # an even number: at the origin A(x) = 0, and there is no ΔW
     axis = torch.linspace(-4, 4, sizes.grid)
-    points = torch.cartesian_prod(axis, axis, torch.zeros(1)).to(block.first.weight.dtype)
-    total, largest = torch.zeros(len(points)), 0.0
-    for context in tasks.context.to(points.dtype):
-        u, v, z = block.update(context[None], points[None])
-        off = (block(context[None], points[None]) - block.without_context(z, u, v))[0]
-        total, largest = total + off.abs(), max(largest, float(off.abs().max()))
-    mean = (total / sizes.trials).reshape(sizes.grid, sizes.grid)
-    return {
+    points = torch.cartesian_prod(axis, axis, torch.zeros(1))[None]
+    off = []
+    for context in tasks.context.split(1):
+        u, v, z = block.update(context, points)
+        off.append((block(context, points) - block.without_context(z, u, v))[0].abs())
+    mean = torch.stack(off).mean(0).reshape(sizes.grid, sizes.grid)
+    plane = {
         "axis": axis.tolist(),
         "mean_absolute_difference": mean.tolist(),
         "average": float(mean.mean()),
-        "largest_mean": float(mean.max()),
-        "largest": largest,
+        "largest": float(torch.stack(off).max()),
     }
-
-
-@torch.no_grad()
-def figure_2(sizes: Sizes, seed: int) -> dict[str, Any]:
-    """Losses with the context and by ΔW at every checkpoint, and their difference over the
-    plane.
-    """
-    trained = trained_attention(sizes, seed)
-    plane = _plane(trained.model, sizes, sizes.attention.length)
-    in_double = _plane(copy.deepcopy(trained.model).double(), sizes, sizes.attention.length)
-    return {"curves": trained.curves, "plane": plane, "largest_in_fp64": in_double["largest"]}
+    return {"curves": curves, "plane": plane}
 
 
 def dynamics(block: Block, tasks: Tasks) -> Trajectory:
@@ -191,22 +156,17 @@ def convergence(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
     changes = dynamics(block, tasks).step_norms().T  # (trials, N)
     mean = changes.mean(0)
     tenth = max(1, (length - 3) // 10)
-    i = torch.arange(3, length, dtype=torch.float64)
-    line = linear_regression(i.log().tolist(), mean[3:].double().log().tolist())
     return {
         "context_length": list(range(length)),
         "change": mean_and_error(changes),
-        "median": changes.median(0).values.tolist(),
         "first_tenth": float(mean[3 : 3 + tenth].mean()),
         "last_tenth": float(mean[-tenth:].mean()),
-        "slope_log_log": line.slope,
-        "weight_norm": float(torch.linalg.matrix_norm(block.first.weight, 2)),
     }
 
 
 def figure_3(sizes: Sizes, seed: int) -> dict[str, Any]:
     """Convergence of ΔW as the context grows."""
-    return convergence(trained_attention(sizes, seed).model, sizes, sizes.attention.length)
+    return convergence(trained_attention(sizes, seed)[0], sizes, sizes.attention.length)
 
 
 @torch.no_grad()
@@ -256,7 +216,7 @@ def figure_4(sizes: Sizes, seed: int) -> dict[str, Any]:
     """Fine-tuning W by SGD against ΔW: test losses and the normalised Frobenius inner product of
     the two changes of W.
     """
-    block, length = trained_attention(sizes, seed).model, sizes.attention.length
+    block, length = trained_attention(sizes, seed)[0], sizes.attention.length
     choice = sample(sizes.trials, length, torch.Generator().manual_seed(_CHOICE))
     sweep = {rate: float(_finetune(block, choice, rate)[0].mean()) for rate in RATES}
     rate = min(RATES, key=lambda candidate: sweep[candidate])
@@ -271,7 +231,6 @@ def figure_4(sizes: Sizes, seed: int) -> dict[str, Any]:
     aligned, ceiling = alignment(implicit, gd_change)
     return {
         "rate": rate,
-        "sweep_average_loss": {str(key): value for key, value in sweep.items()},
         "steps": list(range(length + 1)),
         "gd_test_loss": mean_and_error(gd_loss),
         "implicit_test_loss": mean_and_error(implicit_loss),
@@ -286,28 +245,16 @@ def figure_5(sizes: Sizes, seed: int) -> dict[str, Any]:
     context and without it.
     """
     torch.manual_seed(seed)
-    trained = _train(Stack(), sizes.stack, sizes, seed, _predict_stack)
+    stack, curves = _train(Stack(), sizes.stack, sizes.stack_validation, seed, _predict_stack)
     tasks = sample(sizes.trials, sizes.stack.length, torch.Generator().manual_seed(_TRIALS))
-    query = tasks.query[:, None]
-    full, without = (
-        trained.model.outputs(tasks.context, query),
-        trained.model.outputs_without_context(tasks.context, query),
-    )
+    inputs = tasks.context, tasks.query[:, None]
+    full, without = stack.outputs(*inputs), stack.outputs_without_context(*inputs)
     off = torch.stack([(a - b).norm(dim=-1)[:, 0] for a, b in zip(full, without, strict=True)], 1)
-    double = copy.deepcopy(trained.model).double()
-    inputs = tasks.context.double(), query.double()
-    wide = [
-        (a - b).norm(dim=-1).max()
-        for a, b in zip(
-            double.outputs(*inputs), double.outputs_without_context(*inputs), strict=True
-        )
-    ]
     return {
-        "curves": trained.curves,
+        "curves": curves,
         "block": list(range(1, off.shape[1] + 1)),
         "difference": mean_and_error(off),
         "largest": float(off.max()),
-        "largest_in_fp64": float(torch.stack(wide).max()),
         "output_norm": float(torch.stack(full).norm(dim=-1).mean()),
     }
 
@@ -317,71 +264,43 @@ def figure_6(sizes: Sizes, seed: int) -> dict[str, Any]:
     context grows.
     """
     torch.manual_seed(seed)
-    trained = _train(Block(Recurrence()), sizes.recurrence, sizes, seed, _predict_block)
-    return {
-        "curves": trained.curves,
-        "convergence": convergence(trained.model, sizes, sizes.recurrence.length),
-    }
-
-
-def _factorised(block: Block, tasks: Tasks) -> tuple[Factorisation, float]:
-    """The factors of Appendix E, and the largest ``|Φ_{W_i}(c_{i+1}, …, c_n, x) - Φ_{W_0}(c_1, …,
-    c_n, x)|`` over all i and tasks.
-    """
-    inputs = block.layer.suffixes(tasks.context, tasks.query).transpose(0, 1)
-    found = Factorisation(inputs)
-    expected = block.mlp(inputs[0])
-    return found, max(
-        float((block.mlp(found.on(z, i)) - expected).abs().max()) for i, z in enumerate(inputs)
+    block, curves = _train(
+        Block(Recurrence()), sizes.recurrence, sizes.validation, seed, _predict_block
     )
-
-
-def _sizes_so_far(steps: LowRank) -> Tensor:
-    """``‖W_i - W_0‖`` for i = 1 … n, from the inner products of the steps: (n, B) -> (B, n)."""
-    table = steps[:, None].inner(steps[None]).permute(2, 0, 1)
-    return table.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    return {"curves": curves, "convergence": convergence(block, sizes, sizes.recurrence.length)}
 
 
 @torch.no_grad()
 def appendix_e(sizes: Sizes, seed: int) -> dict[str, Any]:
-    """The context absorbed from its first token on, ``W_n = W_0 Π(1 + h_i A_i)``, beside the
-    dynamics of Proposition 3.1.
+    """The context absorbed from its first token on, ``W_n = W_0 Π(1 + h_i A_i)``: the largest
+    ``|Φ_{W_i}(c_{i+1}, …, c_n, x) - Φ_{W_0}(c_1, …, c_n, x)|`` over all i and tasks, and the sizes
+    of the steps beside those of Proposition 3.1.
     """
-    block, length = trained_attention(sizes, seed).model, sizes.attention.length
+    block, length = trained_attention(sizes, seed)[0], sizes.attention.length
     tasks = sample(sizes.trials, length, torch.Generator().manual_seed(_TRIALS))
-    found, apart = _factorised(block, tasks)
-    double, weight = copy.deepcopy(block).double(), block.first.weight
-    wide = Tasks(
-        *(getattr(tasks, name).double() for name in ("context", "query", "target", "omega"))
-    )
-    steps, total, grown = found.steps(weight), found.total(weight), dynamics(block, tasks)
-    last, determinants = grown.changes[-1], found.determinants()
-    bare, w_0_z = found.inputs[-1], weight @ found.inputs[0].mT
+    inputs = block.layer.suffixes(tasks.context, tasks.query).transpose(0, 1)
+    found, expected = Factorisation(inputs), block.mlp(inputs[0])
+    weight, grown = block.first.weight, dynamics(block, tasks)
+    steps, total, last = found.steps(weight), found.total(weight), grown.changes[-1]
     return {
         "token": list(range(1, length + 1)),
         "step": mean_and_error(steps.norm().T),
         "step_median": steps.norm().median(1).values.tolist(),
         "step_growing_median": grown.step_norms().median(1).values.tolist(),
-        "size_median": _sizes_so_far(steps).median(0).values.tolist(),
-        "size_growing_median": grown.norms()[1:].median(1).values.tolist(),
-        "largest_difference": apart,
-        "largest_difference_in_fp64": _factorised(double, wide)[1],
-        "largest_difference_on_the_query": float(
-            (total.on(bare) - last.on(bare)).abs().max() / w_0_z.abs().max()
+        "largest_difference": max(
+            float((block.mlp(found.on(z, i)) - expected).abs().max()) for i, z in enumerate(inputs)
         ),
         "total_norm_median": float(total.norm().median()),
         "total_norm_growing_median": float(last.norm().median()),
         "cosine": mean_and_error(total.cosine(last)[:, None]),
-        "determinant_nearest_0": float(determinants.flatten()[determinants.abs().argmin()]),
-        "share_of_factors_that_reverse": float((determinants < 0).float().mean()),
     }
 
 
-FIGURES: dict[int | str, Callable[[Sizes, int], dict[str, Any]]] = {
-    2: figure_2,
-    3: figure_3,
-    4: figure_4,
-    5: figure_5,
-    6: figure_6,
-    "E": appendix_e,
+FIGURES: dict[str, Callable[[Sizes, int], dict[str, Any]]] = {
+    "dherin-figure-2": figure_2,
+    "dherin-figure-3": figure_3,
+    "dherin-figure-4": figure_4,
+    "dherin-figure-5": figure_5,
+    "dherin-figure-6": figure_6,
+    "dherin-appendix-e": appendix_e,
 }

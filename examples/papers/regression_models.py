@@ -5,7 +5,7 @@ A token is ``(x, y)`` in R^(d+1), the query is ``(x, 0)``, and the prediction is
 of the query's output.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -167,7 +167,6 @@ class Block(nn.Module):
     def without_context(self, z: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """``Φ_{W + u vᵀ}(x)``: predictions (...) from ``z = A(x)`` alone."""
         patched = PatchedLinear(self.first)
-        # flat: (1, Q, ·) would be one change of rank Q for all
         patched.set_patch(u.flatten(0, -2), v.flatten(0, -2))
         return self.mlp(z.flatten(0, -2), patched).reshape(z.shape[:-1])
 
@@ -273,7 +272,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=training.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, training))
-    for start, stop in pairwise(_marks(training)):
+    for start, stop in pairwise(range(0, training.steps + 1, training.every)):
         total = 0.0
         for _ in range(start, stop):
             tasks = sample(training.batch, training.length, generator)
@@ -287,10 +286,6 @@ def train(
             schedule.step()
             total += loss.item()
         checkpoint(stop, total / (stop - start))
-
-
-def _marks(training: Training) -> Iterator[int]:
-    yield from range(0, training.steps + 1, training.every)
 
 
 def _rate(step: int, training: Training) -> float:

@@ -9,28 +9,21 @@ every model ``icl_patch.controllability`` says how many (block, token) pairs are
 output-controllable. One thread, fixed seeds.
 """
 
-import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from pages import Page, parse
 
 from icl_patch import ContextPatcher, controllability, metrics
-from icl_patch.bench.results import environment
-from icl_patch.bench.results import markdown as table
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.report import format_floor, percent, write_json
 from icl_patch.models import kv_cache
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.recording import forward_passes
 from icl_patch.recording.sequences import assemble
 from icl_patch.tolerances import noise_limit
-
-# Limit of the reader error and the correction, in units of the dtype's epsilon.
-ROUNDINGS = 16
 
 
 @dataclass(frozen=True)
@@ -62,16 +55,6 @@ ROWS = (
 )
 
 
-_HEAD = """# Table 1 of Goldwaser et al., row by row
-
-Small random models of every block form ([models](../models.md#block-forms)), with a prefix, a
-context of two absorbed spans, and ragged rows. L∞ compares the logits of a whole replay without the
-context with those of the unmodified model with it, relative to the largest logit, in fp32, for the
-worst family; the update is direct (last row: stable). The noise floor is how much the unmodified
-model's logits vary when only batching or caching changes, here at twice the batch; *0 here*: this
-changed no rounding."""
-
-
 def families_of(row: Row) -> list[str]:
     """The tiny models that use a statement; those that take images are measured elsewhere."""
     return [
@@ -81,30 +64,27 @@ def families_of(row: Row) -> list[str]:
     ]
 
 
-def controllable(name: str, seed: int) -> dict[str, float]:
-    """The shares of (block, kept token) pairs of a family's model that are controllable, for its
-    direct and stable updates.
+def controllable(name: str, update: str) -> tuple[float, float]:
+    """The shares of (block, kept token) pairs of a family's model that are input- and
+    output-controllable.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     context, kept = (
         torch.randint(1, tiny_models.IMAGE_TOKEN - 2, (3, width), generator=generator)
         for width in (9, 5)
     )
-    found = {}
-    for update in ("direct", "stable"):
-        with ContextPatcher(tiny_models.build(name, seed), update) as patcher:
-            blocks = controllability(patcher, context, kept)
-        for side in ("input", "output"):
-            rows = torch.stack([getattr(block, f"{side}_controllable") for block in blocks])
-            found[f"{side}_{update}"] = float(rows.double().mean())
-    return found
+    with ContextPatcher(tiny_models.build(name, 0), update) as patcher:
+        blocks = controllability(patcher, context, kept)
+    sides = zip(*((x.input_controllable, x.output_controllable) for x in blocks), strict=True)
+    given, taken = (float(torch.stack(side).double().mean()) for side in sides)
+    return given, taken
 
 
-def sequences_of(seed: int, ragged: bool, copies: int = 1) -> dict[str, Any]:
+def sequences_of(ragged: bool, copies: int = 1) -> dict[str, Any]:
     """Three rows, each ``copies`` times: a prefix, ragged for models that take padding, a context
     with two absorbed spans, up to seven kept tokens.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     prefix, context, kept = (
         torch.randint(1, tiny_models.IMAGE_TOKEN - 2, (3, width), generator=generator)
         for width in (5, 11, 7)
@@ -122,9 +102,9 @@ def sequences_of(seed: int, ragged: bool, copies: int = 1) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def baseline(model: Any, seed: int, ragged: bool, copies: int) -> torch.Tensor:
+def baseline(model: Any, ragged: bool, copies: int) -> torch.Tensor:
     """The unmodified model's logits of the kept tokens; token by token if it is recurrent."""
-    sequences = assemble(**sequences_of(seed, ragged, copies))
+    sequences = assemble(**sequences_of(ragged, copies))
     cache, width = kv_cache.new_cache(model), sequences.tail_ids.shape[1]
     forward_passes.run_head(model, sequences, cache)
     step = 1 if is_recurrent(model) else width
@@ -133,131 +113,77 @@ def baseline(model: Any, seed: int, ragged: bool, copies: int) -> torch.Tensor:
     return torch.cat(logits, 1)[:3, sequences.kept_columns]
 
 
-def replay(name: str, update: str, dtype: torch.dtype, seed: int) -> dict[str, float]:
-    """A replay beside the unmodified model: errors relative to the largest logit, the share of
-    bit-identical tokens, and whether readers' errors and corrections are a few roundings.
+def replay(name: str, update: str, dtype: torch.dtype) -> dict[str, float]:
+    """A replay beside the unmodified model: the noise floor, the largest error, and the share of
+    bit-identical tokens.
     """
-    with ContextPatcher(tiny_models.build(name, seed, dtype), update) as patcher:
+    with ContextPatcher(tiny_models.build(name, 0, dtype), update) as patcher:
         ragged = patcher.attached_model.takes_padding
-        patch = patcher.compute(**sequences_of(seed, ragged))
-        logits, mask, report = patcher.forward(patch.kept_ids, patch), patch.kept_mask, patch.report
-    model = tiny_models.build(name, seed, dtype)
-    reference, doubled = (baseline(model, seed, ragged, copies) for copies in (1, 2))
-    assert report is not None
-    largest = max(float(report.reader_error.max()), float(report.correction.max()))
+        patch = patcher.compute(**sequences_of(ragged))
+        logits, mask = patcher.forward(patch.kept_ids, patch), patch.kept_mask
+    model = tiny_models.build(name, 0, dtype)
+    reference, doubled = (baseline(model, ragged, copies) for copies in (1, 2))
     return {
         "noise_floor": float(metrics.linf(doubled, reference)[mask].max()),
         "linf": float(metrics.linf(logits, reference)[mask].max()),
         "identical": float(metrics.bit_identical(logits, reference)[mask].double().mean()),
-        "rounding": largest <= ROUNDINGS * torch.finfo(dtype).eps,
     }
 
 
-def measure(families: Iterable[str], seed: int) -> dict[str, dict[str, Any]]:
-    """Per family the replays of all updates, and controllability."""
-    found = {}
-    for name in families:
-        direct, stable, fp32 = (
-            replay(name, update, torch.float32, seed) for update in ("direct", "stable", "exact")
-        )
-        bf16 = replay(name, "exact", torch.bfloat16, seed)
-        limit = noise_limit(direct["noise_floor"])
-        found[name] = {
-            "noise_floor": direct["noise_floor"],
-            "direct": direct["linf"],
-            "stable": stable["linf"],
-            "exact_fp32": fp32["identical"],
-            "exact_bf16": bf16["identical"],
-            "controllable": controllable(name, seed),
-            "passed": max(direct["linf"], stable["linf"]) <= limit
-            and fp32["identical"] == bf16["identical"] == 1.0
-            and all(run["rounding"] for run in (fp32, bf16)),
-        }
-    return found
-
-
-def summary(
-    row: Row, families: Sequence[str], measures: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """One row over its families: the worst of each measure."""
-    found = [measures[name] for name in families]
-    update = "stable" if row.statement == "B" else "direct"
+def measure(name: str) -> dict[str, Any]:
+    """Of a family: the replays of all updates, and controllability."""
+    direct, stable, exact = (
+        replay(name, update, torch.float32) for update in ("direct", "stable", "exact")
+    )
+    exact_bf16 = replay(name, "exact", torch.bfloat16)
     return {
-        "component": row.component,
-        "statement": row.statement,
-        "update": row.update,
-        "families": list(families),
-        "linf": max(one[update] for one in found),
-        "noise_floor": max(one["noise_floor"] for one in found),
-        "bit_identical": min(min(one["exact_fp32"], one["exact_bf16"]) for one in found),
-        "input_controllable": min(one["controllable"][f"input_{update}"] for one in found),
-        "output_controllable": min(one["controllable"][f"output_{update}"] for one in found),
+        "noise_floor": direct["noise_floor"],
+        "direct": direct["linf"],
+        "stable": stable["linf"],
+        "exact_fp32": exact["identical"],
+        "exact_bf16": exact_bf16["identical"],
+        "controllable": {update: controllable(name, update) for update in ("direct", "stable")},
+        "passed": max(direct["linf"], stable["linf"]) <= noise_limit(direct["noise_floor"])
+        and exact["identical"] == exact_bf16["identical"] == 1.0,
     }
 
 
-def page(rows: Sequence[dict[str, Any]], command: str) -> str:
-    """The table as a page."""
-    cells = [
-        [
-            *(row[key] for key in ("component", "statement", "update")),
-            str(len(row["families"])),
-            f"{row['linf']:.1e}",
-            format_floor(row["noise_floor"]),
-        ]
-        for row in rows
-    ]
-    identical = min(row["bit_identical"] for row in rows)
-    controllable = min(row[f"{x}_controllable"] for x in ("input", "output") for row in rows)
-    parts = [
-        _HEAD,
-        table(["component", "lemma", "update", "families", "L∞", "noise floor"], cells),
-        f"Exact patches reproduce the logits of {percent(identical)} of the tokens bit for bit,\n"
-        f"in fp32 and in bf16. Of the (block, token) pairs {percent(controllable)} are input- and\n"
-        "output-controllable (Definitions 3 and 4).",
-        "- The paper: each component has a perfect implicit update where its condition holds.\n"
-        "- Numbers, by family: [table-1.json](table-1.json)\n"
-        f"- Command: `{command}`",
-    ]
-    return "\n\n".join(parts) + "\n"
+def table(quick: bool) -> dict[str, Any]:
+    """All families, and each row over its own: the worst of each measure."""
+    chosen = {row: [row.family] if quick else families_of(row) for row in ROWS}
+    names = dict.fromkeys(name for own in chosen.values() for name in own)
+    families = {name: measure(name) for name in names}
+    rows = []
+    for row, own in chosen.items():
+        found = [families[name] for name in own]
+        update = "stable" if row.statement == "B" else "direct"
+        shares = zip(*(one["controllable"][update] for one in found), strict=True)
+        taken, given = map(min, shares)
+        rows.append(
+            {
+                "component": row.component,
+                "statement": row.statement,
+                "update": row.update,
+                "families": own,
+                "linf": max(one[update] for one in found),
+                "noise_floor": max(one["noise_floor"] for one in found),
+                "bit_identical": min(min(one["exact_fp32"], one["exact_bf16"]) for one in found),
+                "input_controllable": taken,
+                "output_controllable": given,
+            }
+        )
+    return {"rows": rows, "families": families}
+
+
+PAGE = Page("table-1", ("table-1",), {})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every row."""
-    parser = argparse.ArgumentParser(
-        description="Table 1 of Goldwaser et al., measured on every family."
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/papers"), help="folder for the page and its numbers"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the models and the tokens")
-    parser.add_argument("--quick", action="store_true", help="one family a row")
-    options = parser.parse_args(arguments)
-    seed = options.seed
-    torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    chosen = {row: [row.family] if options.quick else families_of(row) for row in ROWS}
-    measures = measure(dict.fromkeys(name for names in chosen.values() for name in names), seed)
-    rows = [summary(row, names, measures) for row, names in chosen.items()]
-    command = f"python examples/papers/table_1.py --seed {seed}{' --quick' * options.quick}"
-    write_json(
-        options.out / "table-1.json",
-        {
-            "command": command,
-            "seed": seed,
-            "environment": environment(torch.device("cpu")),
-            "rows": rows,
-            "families": measures,
-        },
-    )
-    (options.out / "table-1.md").write_text(page(rows, command), encoding="utf-8")
-    failed = [name for name, one in measures.items() if not one["passed"]]
-    for row in rows:
-        print(
-            f"{row['component']}: L∞ {row['linf']:.1e}, {100 * row['bit_identical']:.0f} %"
-            " bit-identical",
-            file=sys.stderr,
-            flush=True,
-        )
+    options = parse("Table 1 of Goldwaser et al., on every family.", arguments)
+    PAGE.run(options, lambda _: table(options.quick))
+    families = PAGE.read(options.out)["table-1"]["families"]
+    failed = [name for name, one in families.items() if not one["passed"]]
     if failed:
         print(f"not within their limits: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -76,17 +76,15 @@ def last_states(student: Student, rows: Sequence[Sequence[int]], blocks: Sequenc
 
 
 @torch.no_grad()
-def edited(
-    student: Student, block: int, edit: Callable[[Tensor, Tensor], None], batch: Sequence[Target]
-) -> list[Tensor]:
-    """The run in which each row (T, d) of the stream behind a block is changed in place, at some of
-    the columns that its target asks for.
+def adding(student: Student, block: int, vector: Tensor, batch: Sequence[Target]) -> list[Tensor]:
+    """The run in which a vector is added behind a block at the question's last token and at those
+    of the answer.
     """
 
     def hook(_module: Any, _args: Any, out: Any) -> Any:
         hidden = (out[0] if isinstance(out, tuple) else out).clone()
         for row, target in zip(hidden, batch, strict=True):
-            edit(row, target.asked)
+            row[target.asked] += vector.to(row.dtype)
         return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
 
     handle = student.layers[block].register_forward_hook(hook)
@@ -97,33 +95,6 @@ def edited(
     return _logits(student, batch, final)
 
 
-def adding(student: Student, block: int, vector: Tensor) -> Run:
-    """A vector is added behind a block at the question's last token and at those of the answer."""
-
-    def edit(row: Tensor, asked: Tensor) -> None:
-        row[asked] += vector.to(row.dtype)
-
-    return partial(edited, student, block, edit)
-
-
-def replacing(student: Student, block: int, vector: Tensor) -> Run:
-    """A vector takes the place of the stream behind a block at the question's last token."""
-
-    def edit(row: Tensor, asked: Tensor) -> None:
-        row[asked[0]] = vector.to(row.dtype)
-
-    return partial(edited, student, block, edit)
-
-
-def chosen_run(
-    student: Student, tries: dict[str, tuple[Run, Tensor]], targets: Sequence[Target]
-) -> tuple[Run, int, dict[str, Any]]:
-    """The one with the smallest KL divergence on some questions."""
-    best = min(tries, key=lambda name: mean_kl(student, targets, tries[name][0]))
-    run, vector = tries[best]
-    return run, vector.nbytes, {"chosen": best}
-
-
 def steering_vector(
     student: Student,
     examples: Sequence[Example],
@@ -131,30 +102,18 @@ def steering_vector(
     blocks: Sequence[int],
     factors: Sequence[float],
 ) -> tuple[Run, int, dict[str, Any]]:
-    """The mean difference, with the context less without it, at the questions' last tokens."""
+    """The mean difference, with the context less without it, at the questions' last tokens; behind
+    the block and with the factor that have the smallest KL divergence on some questions.
+    """
     with_context = last_states(student, [x.with_context for x in examples], blocks)
     vectors = with_context - last_states(student, [x.without for x in examples], blocks)
     tries = {
-        f"block {block}, factor {factor}": (adding(student, block, factor * vector), vector)
+        f"block {block}, factor {factor}": partial(adding, student, block, factor * vector)
         for block, vector in zip(blocks, vectors, strict=True)
         for factor in factors
     }
-    return chosen_run(student, tries, targets)
-
-
-def task_vector(
-    student: Student,
-    examples: Sequence[Example],
-    targets: Sequence[Target],
-    blocks: Sequence[int],
-) -> tuple[Run, int, dict[str, Any]]:
-    """The mean stream with the context at the questions' last tokens."""
-    vectors = last_states(student, [x.with_context for x in examples], blocks)
-    tries = {
-        f"block {block}": (replacing(student, block, vector), vector)
-        for block, vector in zip(blocks, vectors, strict=True)
-    }
-    return chosen_run(student, tries, targets)
+    best = min(tries, key=lambda name: mean_kl(student, targets, tries[name]))
+    return tries[best], vectors[0].nbytes, {"chosen": best}
 
 
 # -- PEFT
@@ -224,9 +183,9 @@ def prompt_tuning(
     seconds: float,
     batch_size: int,
     seed: int,
-) -> tuple[Run, int, dict[str, Any], Any]:
+) -> tuple[Run, int, dict[str, Any]]:
     """Virtual tokens in front, which start as tokens of the vocabulary; trained for so many seconds
-    of the CPU. The last value is PEFT's model.
+    of the CPU.
     """
     config = PromptTuningConfig(
         task_type="CAUSAL_LM", num_virtual_tokens=tokens, prompt_tuning_init="SAMPLE_VOCAB"
@@ -235,22 +194,18 @@ def prompt_tuning(
     run = partial(logits_of, model, tokens)
     options = {"rate": _PROMPT_RATE, "batch_size": batch_size, "seed": seed}
     steps = train(student, run, parameters, data, seconds=seconds, **options)
-    return torch.no_grad()(run), sum(x.nbytes for x in parameters), {"steps": steps}, model
+    return torch.no_grad()(run), sum(x.nbytes for x in parameters), {"steps": steps}
 
 
 def lora(
     student: Student,
     data: tuple[Sequence[Target], Sequence[Target]],
     *,
-    rates: Sequence[float],
     rank: int,
-    steps: int,
-    batch_size: int,
-    seed: int,
-) -> tuple[Run, int, dict[str, Any], Any]:
-    """A LoRA on the MLPs of all blocks. Of several rates that one counts which is the better on a
-    tenth of the data; ``seconds`` and ``cpu_seconds`` are those of its training alone. The last
-    value is PEFT's model.
+    **options: Any,
+) -> tuple[Run, int, Any]:
+    """A LoRA on the MLPs of all blocks, trained with the options of :func:`train`. The last value
+    is PEFT's model.
     """
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -258,30 +213,6 @@ def lora(
         lora_alpha=2 * rank,
         target_modules=["gate_proj", "up_proj", "down_proj"],
     )
-    fitted, held = zip(*((x[len(x) // 10 :], x[: len(x) // 10]) for x in data), strict=True)
-    best: tuple[float, dict[str, Any], list[Tensor]] | None = None
-    model, parameters = adapted(student, config, seed)
-    first, run = [x.detach().clone() for x in parameters], partial(logits_of, model, 0)
-    for rate in rates:
-        for parameter, value in zip(parameters, first, strict=True):
-            parameter.data.copy_(value)
-        began = time.perf_counter(), time.process_time()
-        train(
-            student,
-            run,
-            parameters,
-            fitted,
-            rate=rate,
-            steps=steps,
-            batch_size=batch_size,
-            seed=seed,
-        )
-        wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
-        kl = sum(mean_kl(student, targets, run) for targets in held if targets)
-        if best is None or kl < best[0]:
-            details = {"rate": rate, "steps": steps, "seconds": wall, "cpu_seconds": cpu}
-            best = (kl, details, [x.detach().clone() for x in parameters])
-    assert best is not None
-    for parameter, value in zip(parameters, best[2], strict=True):
-        parameter.data.copy_(value)
-    return partial(plain, student), sum(x.nbytes for x in parameters), best[1], model
+    model, parameters = adapted(student, config, options["seed"])
+    train(student, partial(logits_of, model, 0), parameters, data, **options)
+    return partial(plain, student), sum(x.nbytes for x in parameters), model

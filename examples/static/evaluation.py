@@ -14,30 +14,19 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import (
-    Run,
-    batched,
-    divergences,
-    lora,
-    plain,
-    prompt_tuning,
-    steering_vector,
-    task_vector,
-)
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from baselines import Run, batched, divergences, lora, plain, prompt_tuning, steering_vector
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from icl_patch import ContextPatcher, static
-from icl_patch.errors import HarmfulPatchError
+from icl_patch import static
 from icl_patch.models.prompts import Tokens, encode
-from icl_patch.static.examples import Example, answered, pad
+from icl_patch.static.examples import Example, answered
 from icl_patch.static.student import Student
 from icl_patch.static.targets import Target, targets_of, targets_of_texts
 
@@ -62,23 +51,23 @@ SHOTS, QUESTIONS, HELD_OUT = 8, 48, 40
 FEW_QUESTIONS = 12  # of another static patch
 NEW_TOKENS = 32  # of an answer, at most
 KEPT_TOKENS = 8  # of an answer to an unrelated prompt
-PATCHED_PROMPTS = 8  # that get a patch for each token
 SEEDS = 3
 STEPS, BATCH_SIZE = 60, 16
 TRIED_QUESTIONS = 8  # by which vectors are chosen
 TRIED_BLOCKS, FACTORS = 6, (0.5, 1.0, 2.0)
 VIRTUAL_TOKENS = 16
-LORA_RANK, LORA_RATES = 8, (1e-3, 5e-3)  # the rate is chosen on the first task of a kind
+LORA_RANK = 8
+# By kind, the better of 1e-3 and 5e-3 on a tenth of the data of its first task.
+LORA_RATES = {"few_shot": 1e-3, "chats": 1e-3, "facts": 5e-3}
 
-NONE, CONTEXT, EACH_TOKEN = "no context", "context", "patch for each token"
+NONE, CONTEXT = "no context", "context"
 OURS, OURS_FEW = "static patch", f"static patch, {FEW_QUESTIONS} questions"
-LORA, PROMPT = "LoRA (PEFT)", "prompt tuning (PEFT)"
-STEERING, TASK_VECTOR = "steering vector", "task vector"
+LORA, PROMPT, STEERING = "LoRA (PEFT)", "prompt tuning (PEFT)", "steering vector"
 
 OUT = Path(__file__).parents[2] / "docs" / "data" / "static-cells.jsonl"
 TASKS = Path(__file__).with_name("tasks")
 Entry = dict[str, Any]
-Tested = dict[str, dict[Target, Example]]  # by group: the targets, and what they come from
+Tested = dict[str, list[Target]]  # by group
 
 
 @dataclass(frozen=True)
@@ -112,14 +101,14 @@ def named(kind: str, name: str) -> Any:
 
 @dataclass
 class Task:
-    """What a patch is fitted on, and tested on by group; seconds of the wall and of the CPU that
-    the answers took on which it is fitted.
+    """What a patch is fitted on, and tested on by group; the CPU seconds that the answers took on
+    which it is fitted.
     """
 
     fit: list[Example]
     targets: list[Target]
     tests: Tested
-    seconds: tuple[float, float]
+    seconds: float
 
 
 @dataclass(eq=False)
@@ -164,20 +153,17 @@ class Subject:
         text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return encode(self.tokenizer, str(text))
 
-    def tested(
-        self, examples: Sequence[Example], tokens: int = NEW_TOKENS
-    ) -> dict[Target, Example]:
-        """Examples with the runs that they are to be like, answered with at most so many tokens."""
-        found = answered(self.model, examples, tokens)
-        return dict(zip(targets_of(self.student, found), found, strict=True))
+    def tested(self, examples: Sequence[Example], tokens: int = NEW_TOKENS) -> list[Target]:
+        """The runs that examples are to be like, answered with at most so many tokens."""
+        return targets_of(self.student, answered(self.model, examples, tokens))
 
     def task(self, kind: str, name: str) -> Task:
         """A task, its answers given by the model with the context."""
         make = {"few_shot": self.few_shot, "chats": self.chat, "facts": self.facts}[kind]
         fit, tests = make(name)
-        began = clock()
+        began = time.process_time()
         fit = answered(self.model, fit, NEW_TOKENS)
-        seconds = since(began)
+        seconds = time.process_time() - began
         return Task(fit, targets_of(self.student, fit), tests, seconds)
 
     def few_shot(self, name: str) -> tuple[list[Example], Tested]:
@@ -263,92 +249,28 @@ def context(subject: Subject, *_: Any) -> Made:
     return Made(lambda batch: [subject.student.logits(target.hidden) for target in batch])
 
 
-def each_token(subject: Subject, cell: Cell, _entries: Any, stack: ExitStack) -> Made:
-    """A patch for each token of a prompt, replayed without the context."""
-    patcher = stack.enter_context(ContextPatcher(subject.model))
-    tests = subject.task(cell.kind, cell.task).tests
-    source = {target: x for group in tests.values() for target, x in group.items()}
-    details: Entry = {"tokens": 0, "same_token": 0, "patches": 0, "patch_bytes": 0}
-
-    def replayed(target: Target) -> Any:
-        asked = source[target]
-        pairs = zip(reversed(asked.with_context), reversed(asked.without), strict=False)
-        kept = next((i for i, (a, b) in enumerate(pairs) if a != b), len(asked.without))
-        ids = torch.tensor([asked.with_context[:-kept]])
-        own = torch.tensor([asked.with_context[-kept:] + target.labels[:-1]])
-        patch = patcher.compute(ids, own)
-        logits, wanted = (
-            x[0, -len(target.labels) :].float() for x in (patcher.forward(own, patch), patch.logits)
-        )
-        details["tokens"] += len(logits)
-        details["same_token"] += int((logits.argmax(-1) == wanted.argmax(-1)).sum())
-        details["patches"] += 1
-        details["patch_bytes"] += patch.nbytes
-        return logits
-
-    return Made(lambda batch: [replayed(target) for target in batch], 0, details)
-
-
-def vector(make: Callable[..., Any], **options: Any) -> Method:
+def vector(subject: Subject, cell: Cell, *_: Any) -> Made:
     """A vector in the residual stream."""
-
-    def method(subject: Subject, cell: Cell, *_: Any) -> Made:
-        task, count = subject.task(cell.kind, cell.task), len(subject.student.layers)
-        blocks = sorted({(i + 1) * count // (TRIED_BLOCKS + 1) for i in range(TRIED_BLOCKS)})
-        tried = task.targets[:TRIED_QUESTIONS]
-        return Made(*make(subject.student, task.fit, tried, blocks, **options))
-
-    return method
+    task, count = subject.task(cell.kind, cell.task), len(subject.student.layers)
+    blocks = sorted({(i + 1) * count // (TRIED_BLOCKS + 1) for i in range(TRIED_BLOCKS)})
+    tried = task.targets[:TRIED_QUESTIONS]
+    return Made(*steering_vector(subject.student, task.fit, tried, blocks, FACTORS))
 
 
 def ours(subject: Subject, cell: Cell, _entries: Any, stack: ExitStack) -> Made:
-    """A static patch, with the defaults of its fit; a refused one is measured all the same."""
-    examples, began = fitted(subject, cell), clock()
-    options = {
-        "tokenizer": subject.tokenizer,
-        "max_new_tokens": NEW_TOKENS,
-        "distillation": static.Distillation(steps=subject.steps, seed=cell.seed),
-    }
-    refused = None
-    try:
-        patch = static.fit(subject.model, examples, **options)
-        seconds = since(began)
-    except HarmfulPatchError as error:
-        refused, seconds = str(error), since(began)
-        patch = static.fit(subject.model, examples, accept_worse=True, **options)
+    """A static patch, with the defaults of its fit; a harmful one is measured all the same."""
+    patch = static.fit(
+        subject.model,
+        fitted(subject, cell),
+        tokenizer=subject.tokenizer,
+        max_new_tokens=NEW_TOKENS,
+        distillation=static.Distillation(steps=subject.steps, seed=cell.seed),
+        accept_worse=True,
+    )
     stack.enter_context(patch.applied(subject.model, check_front=False))
     assert patch.report is not None
-    details = {
-        "seconds": seconds[0],
-        "cpu_seconds": seconds[1],
-        "steps": patch.report.steps,
-        "floor": floor(subject, subject.task(cell.kind, cell.task).targets, patch.report.steps),
-        "refused": refused,
-        "report": patch.report.to_json(),
-    }
+    details = {"steps": patch.report.steps, "report": patch.report.to_json()}
     return Made(partial(plain, subject.student), patch.nbytes, details)
-
-
-def floor(subject: Subject, targets: Sequence[Target], steps: int) -> float:
-    """CPU seconds of the least that a training can take: as many steps, each a forward and a
-    backward pass of the whole unpatched model over a batch of questions and one of texts.
-    """
-    options, model = static.Distillation(), subject.model
-    batches = targets[: options.batch_size], subject.texts[: options.preserve_batch_size]
-
-    def step() -> None:
-        for batch in batches:
-            ids = pad([target.ids for target in batch], model.device)
-            embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-            out = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-            out.float().sum().backward()
-
-    with sdpa_kernel(SDPBackend.MATH):  # the faster one of torch's for so few tokens
-        step()
-        began = clock()
-        for _ in range(3):
-            step()
-    return steps * since(began)[1] / 3
 
 
 def fitted(subject: Subject, cell: Cell) -> list[Example]:
@@ -357,23 +279,19 @@ def fitted(subject: Subject, cell: Cell) -> list[Example]:
     return examples[:FEW_QUESTIONS] if cell.method == OURS_FEW else examples
 
 
-def peft_lora(
-    subject: Subject, cell: Cell, entries: dict[tuple[str, ...], Entry], stack: ExitStack
-) -> Made:
-    """A LoRA of PEFT; its rate is that of the first task of its kind."""
-    alike = (e for key, e in entries.items() if (key[0], key[2]) == (cell.kind, LORA))
-    first = next(alike, None)
-    run, nbytes, details, model = lora(
+def peft_lora(subject: Subject, cell: Cell, _entries: Any, stack: ExitStack) -> Made:
+    """A LoRA of PEFT."""
+    run, nbytes, model = lora(
         subject.student,
         (subject.task(cell.kind, cell.task).targets, subject.texts),
-        rates=LORA_RATES if first is None else (first["rate"],),
+        rate=LORA_RATES[cell.kind],
         rank=LORA_RANK,
         steps=subject.steps,
         batch_size=BATCH_SIZE,
         seed=cell.seed,
     )
     stack.callback(model.unload)
-    return Made(run, nbytes, details)
+    return Made(run, nbytes, {"steps": subject.steps})
 
 
 def peft_prompt(
@@ -382,29 +300,27 @@ def peft_prompt(
     """Virtual tokens of PEFT, trained for as long as the static patch of seed 0."""
     first = entries[(cell.kind, cell.task, OURS, "0")]
     task = subject.task(cell.kind, cell.task)
-    run, nbytes, details, _ = prompt_tuning(
-        subject.student,
-        (task.targets, subject.texts),
-        tokens=VIRTUAL_TOKENS,
-        seconds=first["cpu_seconds"] - task.seconds[1],
-        batch_size=BATCH_SIZE,
-        seed=cell.seed,
+    return Made(
+        *prompt_tuning(
+            subject.student,
+            (task.targets, subject.texts),
+            tokens=VIRTUAL_TOKENS,
+            seconds=first["cpu_seconds"] - task.seconds,
+            batch_size=BATCH_SIZE,
+            seed=cell.seed,
+        )
     )
-    return Made(run, nbytes, details)
 
 
 METHODS: dict[str, Method] = {
     NONE: no_context,
     CONTEXT: context,
-    EACH_TOKEN: each_token,
-    STEERING: vector(steering_vector, factors=FACTORS),
-    TASK_VECTOR: vector(task_vector),
+    STEERING: vector,
     OURS: ours,
     OURS_FEW: ours,
     LORA: peft_lora,
     PROMPT: peft_prompt,
 }
-_NOT_FITTED = (NONE, CONTEXT, EACH_TOKEN)
 
 
 def cells(few_shot: Sequence[str] = FEW_SHOT, chats: Sequence[str] = CHATS) -> list[Cell]:
@@ -452,41 +368,18 @@ def measure(subject: Subject, run: Run, targets: Iterable[Target]) -> Entry:
 def measured(subject: Subject, cell: Cell, entries: dict[tuple[str, ...], Entry]) -> Entry:
     """The entry of a cell."""
     task = subject.task(cell.kind, cell.task)
-    tests, unrelated = dict(task.tests), subject.unrelated
-    if cell.method == EACH_TOKEN:
-        tests.pop("neighbours", None)  # they have no context
-        tests = {name: dict(list(x.items())[:PATCHED_PROMPTS]) for name, x in tests.items()}
     with ExitStack() as stack:
-        began = clock()
+        began = time.process_time()
         made = METHODS[cell.method](subject, cell, entries, stack)
-        wall, cpu = since(began)
-        if cell.method not in _NOT_FITTED:  # the answers to fit on take time, too
-            share = len(fitted(subject, cell)) / len(task.fit)
-            wall, cpu = (
-                made.details.get(name, own) + share * of_answers
-                for name, own, of_answers in zip(
-                    ("seconds", "cpu_seconds"), (wall, cpu), task.seconds, strict=True
-                )
-            )
-        found = {name: measure(subject, made.run, group) for name, group in tests.items()}
-        kept = {}
-        if cell.method not in (CONTEXT, EACH_TOKEN):
-            kept = {kind: measure(subject, made.run, group) for kind, group in unrelated.items()}
-    times = {"seconds": wall, "cpu_seconds": cpu}
-    numbers = {"tests": found, "unrelated": kept, "nbytes": made.nbytes}
-    names = {"kind": cell.kind, "task": cell.task, "method": cell.method, "seed": cell.seed}
-    return {**names, **numbers, **made.details, **times}
-
-
-def clock() -> tuple[float, float]:
-    """Seconds of the wall, and of this process on the CPU."""
-    return time.perf_counter(), time.process_time()
-
-
-def since(began: tuple[float, float]) -> tuple[float, float]:
-    """Those that went by."""
-    now = clock()
-    return now[0] - began[0], now[1] - began[1]
+        seconds = time.process_time() - began
+        if cell.method not in (NONE, CONTEXT):  # the answers to fit on take time, too
+            seconds += task.seconds * len(fitted(subject, cell)) / len(task.fit)
+        found, kept = (
+            {name: measure(subject, made.run, group) for name, group in tests.items()}
+            for tests in (task.tests, {} if cell.method == CONTEXT else subject.unrelated)
+        )
+    numbers = {"tests": found, "unrelated": kept, "nbytes": made.nbytes, "cpu_seconds": seconds}
+    return {**asdict(cell), **numbers, **made.details}
 
 
 # -- the file

@@ -24,13 +24,12 @@ Number = Callable[[Entry], float]
 
 STYLES = {  # by method: the colour and marker of the picture
     "steering vector": ("#a6761d", "v"),
-    "task vector": ("#e6ab02", "^"),
     "static patch": ("#1b9e77", "o"),
     "static patch, 12 questions": ("#66c2a5", "o"),
     "LoRA (PEFT)": ("#1f78b4", "s"),
     "prompt tuning (PEFT)": ("#d95f02", "D"),
 }
-METHODS = ("no context", "context", "patch for each token", *STYLES)
+METHODS = ("no context", "context", *STYLES)
 KINDS = {"few_shot": "few-shot lines", "chat": "chats", "passage": "passages", "code": "code"}
 FACTS = ("weak, question", "weak, paraphrases", "strong, question", "strong, paraphrases")
 _DONE_BY_CONTEXT = 0.5  # accuracy with the context of the tasks in the picture
@@ -44,58 +43,53 @@ HEAD = """\
 contexts, for capitals and comparatives by the accuracy with the context.
 
 - *context*: the model with its context; *no context*: the model alone.
-- *patch for each token*: the exact patch of this package, which is made for one prompt. **It was
-  tried on the first eight held-out prompts of each column alone.** Its replays chose the token of
-  the run that each patch was computed from at {same} of {tokens} tokens; the row *context* runs in
-  batches, which in bf16 changes some tokens.
 - *static patch*: `static.fit` with its defaults; also with 12 questions.
-- *steering vector*, *task vector*: the mean difference of the residual stream is added, or the mean
-  stream with the context put in the question's last token, behind the best of six blocks.
+- *steering vector*: the mean difference of the residual stream is added behind the best of six
+  blocks.
 - *LoRA (PEFT)*: rank 8 on the MLPs of all blocks, AdamW on the same divergence and texts, as many
   steps as the static patch makes at most; the better of two learning rates on the first task of a
-  kind, without the time of the other.
+  kind.
 - *prompt tuning (PEFT)*: 16 virtual tokens, for as many seconds of the CPU as the static patch.
 
 Brackets hold the range over seeds.
+
+![right answers over the seconds of a fit](pictures/static-front.png)
+
+Mean over the few-shot tasks of which the context gets at least half right.
 """
 SECTIONS = {
     "few_shot": """
 ## Few-shot tasks
 
-Eight lines are the context and 48 questions are fitted. The share of 40 held-out questions (for
-*patch for each token* of 8) whose right answer is the greedy one, in %:
+Eight lines are the context and 48 questions are fitted. The share of 40 held-out questions whose
+right answer is the greedy one, in %:
 """,
     "chats": """
 ## Chats
 
-The system message is the context and 64 questions are fitted. On 24 held-out chats (*patch for
-each token*: 8), at the tokens of the model's answer with the system message: KL divergence in nats
-a token, and in brackets the share of tokens that are the first choice with the system message,
-too; means over seeds:
+The system message is the context and 64 questions are fitted. On 24 held-out chats, at the tokens
+of the model's answer with the system message: KL divergence in nats a token, and in brackets the
+share of tokens that are the first choice with the system message, too; means over seeds:
 """,
     "facts": """
 ## Facts
 
 One patch for 32 statements that contradict what is true, fitted on a question and a paraphrase of
 each. The share of prompts that get the new answer, in %, for the 16 facts that the model believes
-least without the statement, and the 16 that it believes most (*patch for each token*: 8 each).
-*Neighbours*: prompts on other facts where each token of the answer has the first choice that it
-had:
+least without the statement, and the 16 that it believes most. *Neighbours*: prompts on other facts
+where each token of the answer has the first choice that it had:
 """,
     "kept": """
 ## Unrelated prompts
 
-24 prompts of each kind, each with the unpatched model's greedy answer of eight tokens: the share of
-these tokens that are still the first choice, in %, over all tasks. In bf16 even the unpatched model
-chooses otherwise in other batches: that is the row *no context*.
+24 prompts of each kind: the share of the tokens of the unpatched model's answer that are still the
+first choice, in %, over all tasks. In bf16 even the unpatched model chooses otherwise in other
+batches: that is the row *no context*.
 """,
     "cost": """
 ## Cost
 
-Means over all tasks: seconds on the clock, in which other processes ran too, and of the CPU,
-answers to fit on included; *floor*, the CPU seconds of as many forward and backward passes of the
-whole model over such batches, which a fit that computes its first blocks once can stay below; bytes
-of what is stored; *refused*, fits that raise `HarmfulPatchError`.
+Means over all tasks: seconds of the CPU, answers to fit on included, and bytes of what is stored.
 """,
 }
 
@@ -139,80 +133,82 @@ def percent(group: str, name: str) -> Number:
     return lambda entry: 100 * entry["tests"][group][name]
 
 
-def few_shot(entries: Sequence[Entry]) -> str:
-    """Right answers by task and method."""
-    methods, right = methods_of(entries), percent("right", "accuracy")
-    rows = [
-        [task, *(shown(of(entries, task=task, method=m), right) for m in methods)]
-        for task in dict.fromkeys(e["task"] for e in entries)
-    ]
-    rows.append(["mean", *(shown(of(entries, method=m), right) for m in methods)])
-    return table(["task", *methods], rows)
+Cell = Callable[[list[Entry]], str]
 
 
-def methods_of(entries: Sequence[Entry]) -> list[str]:
-    """The methods with entries, in the page's order."""
-    return [method for method in METHODS if of(entries, method=method)]
+def grid(head: str, rows: dict[str, list[Entry]], columns: dict[str, Cell]) -> str:
+    """A table with a row for each group of entries."""
+    lines = [[name, *(cell(own) for cell in columns.values())] for name, own in rows.items()]
+    return table([head, *columns], lines)
 
 
-def chats(entries: Sequence[Entry]) -> str:
-    """KL, and agreement in brackets, by method and chat."""
-    names = list(dict.fromkeys(e["task"] for e in entries))
-    rows = []
-    for method in methods_of(entries):
-        groups = [of(entries, method=method, task=name) for name in names]
-        kl = [f"{over_tasks(x, lambda e: e['tests']['answers']['kl']):.2f}" for x in groups]
-        same = [f"{over_tasks(x, percent('answers', 'agreement')):.0f}" for x in groups]
-        rows.append([method, *(f"{x} ({y} %)" for x, y in zip(kl, same, strict=True))])
-    return table(["method", *names], rows)
+def tables(entries: Sequence[Entry]) -> dict[str, str]:
+    """The tables of all sections of which there are entries."""
+    right, same, kl = (
+        percent("right", "accuracy"),
+        percent("answers", "agreement"),
+        lambda e: e["tests"]["answers"]["kl"],
+    )
+    few_shot, chats, facts = (of(entries, kind=kind) for kind in ("few_shot", "chats", "facts"))
+    kept = [e for e in entries if e["unrelated"]]
 
+    def by(key: str, own: Sequence[Entry], values: Sequence[str] = ()) -> dict[str, list[Entry]]:
+        found = {x: of(own, **{key: x}) for x in values or dict.fromkeys(e[key] for e in own)}
+        return {x: group for x, group in found.items() if group}
 
-def facts(entries: Sequence[Entry]) -> str:
-    """New answers by method and belief, and the neighbours."""
-    rows = []
-    for method in methods_of(entries):
-        group = of(entries, method=method)
-        near = [e for e in group if "neighbours" in e["tests"]]
-        numbers = [shown(group, percent(name, "accuracy")) for name in FACTS]
-        rows.append([method, *numbers, shown(near, percent("neighbours", "kept"))])
-    return table(["method", *FACTS, "neighbours"], rows)
+    def shares(own: Sequence[Entry], numbers: dict[str, Number]) -> str:
+        return grid(
+            "method",
+            by("method", own, METHODS),
+            {
+                name: lambda group, number=number: shown(group, number)
+                for name, number in numbers.items()
+            },
+        )
 
+    def divergence(group: list[Entry]) -> str:
+        return f"{over_tasks(group, kl):.2f} ({over_tasks(group, same):.0f} %)"
 
-def kept(entries: Sequence[Entry]) -> str:
-    """Tokens of the answers to unrelated prompts that stay, by method and kind."""
-    entries = [e for e in entries if e["unrelated"]]
-    rows = [
-        [
-            method,
-            *(
-                shown(
-                    of(entries, method=method),
-                    lambda e, kind=kind: 100 * e["unrelated"][kind]["agreement"],
-                )
-                for kind in KINDS
-            ),
-        ]
-        for method in methods_of(entries)
-    ]
-    return table(["method", *KINDS.values()], rows)
+    def average(name: str) -> Cell:
+        return lambda group: f"{over_tasks(group, lambda e: e[name]):,.0f}"
 
-
-def cost(entries: Sequence[Entry]) -> str:
-    """Seconds, steps, bytes and refusals by method."""
-    rows = []
-    for method in methods_of(entries):
-        group = of(entries, method=method)
-        seconds = [
-            f"{over_tasks(group, lambda e, n=name: e[n]):.0f}"
-            for name in ("seconds", "cpu_seconds")
-        ]
-        floors = all("floor" in e for e in group)
-        floor = f"{over_tasks(group, lambda e: e['floor']):.0f}" if floors else "–"
-        refused = sum(bool(e.get("refused")) for e in group)
-        nbytes = f"{over_tasks(group, lambda e: e['nbytes']):,.0f}"
-        rows.append([method, *seconds, floor, nbytes, f"{refused} of {len(group)}"])
-    rows = [row for row in rows if row[0] in STYLES]
-    return table(["method", "seconds", "CPU seconds", "floor", "bytes", "refused"], rows)
+    found = {
+        "few_shot": grid(
+            "task",
+            {**by("task", few_shot), "mean": few_shot},
+            {
+                method: lambda own, method=method: shown(of(own, method=method), right)
+                for method in by("method", few_shot, METHODS)
+            },
+        ),
+        "chats": grid(
+            "method",
+            by("method", chats, METHODS),
+            {
+                task: lambda own, task=task: divergence(of(own, task=task))
+                for task in by("task", chats)
+            },
+        ),
+        "facts": shares(
+            facts,
+            {name: percent(name, "accuracy") for name in FACTS}
+            | {"neighbours": percent("neighbours", "kept")},
+        ),
+        "kept": shares(
+            kept,
+            {
+                title: lambda e, kind=kind: 100 * e["unrelated"][kind]["agreement"]
+                for kind, title in KINDS.items()
+            },
+        ),
+        "cost": grid(
+            "method",
+            by("method", entries, tuple(STYLES)),
+            {"CPU seconds": average("cpu_seconds"), "bytes": average("nbytes")},
+        ),
+    }
+    groups = {"few_shot": few_shot, "chats": chats, "facts": facts}
+    return {name: text for name, text in found.items() if groups.get(name, entries)}
 
 
 def draw(entries: Sequence[Entry], path: Path) -> None:
@@ -263,21 +259,7 @@ def complete(entries: Sequence[Entry]) -> list[Entry]:
 
 def page(entries: Sequence[Entry]) -> str:
     """The whole page."""
-    parts = {
-        "few_shot": (few_shot, of(entries, kind="few_shot")),
-        "chats": (chats, of(entries, kind="chats")),
-        "facts": (facts, of(entries, kind="facts")),
-        "kept": (kept, entries),
-        "cost": (cost, entries),
-    }
-    picture = (
-        "\n![right answers over the seconds of a fit](pictures/static-front.png)\n\n"
-        "Mean over the few-shot tasks of which the context gets at least half right.\n"
-    )
-    found = [f"{SECTIONS[name]}\n{make(own)}\n" for name, (make, own) in parts.items() if own]
-    counts = of(entries, method="patch for each token")
-    same, tokens = (sum(entry[name] for entry in counts) for name in ("same_token", "tokens"))
-    return HEAD.format(same=f"{same:,}", tokens=f"{tokens:,}") + picture + "".join(found)
+    return HEAD + "".join(f"{SECTIONS[name]}\n{x}\n" for name, x in tables(entries).items())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,10 +6,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from icl_patch.analysis.dynamics import Trajectory
-from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.ranks import check_one_process
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import parameter_changes
 from icl_patch.recording.attached_model import HasAttachedModel
 from icl_patch.recording.sequences import assemble
@@ -57,45 +55,35 @@ def attribution(
     attached = patcher.attached_model
     attached.attachment.check_outside()
     attached.require_attached()
-    if attached.ranks.size > 1:
-        raise UnsupportedModelError(
-            f"expected {type(attached.model).__name__} in one process, got it split over"
-            f" {attached.ranks.size}: spread it over devices with device_map"
-        )
-    _check(context_ids, kept_ids, spans, batch_size)
-    whole = attached.compute(assemble(context_ids, kept_ids)).patch
-    found = torch.ones(len(spans), len(whole.layers), dtype=torch.float64)
+    check_one_process(attached.model)
     columns = context_ids.shape[1]
-    # without a context there is no change: 1, as it stands
-    places = [place for place, span in enumerate(spans) if span != (0, columns)]
-    done = 0
-    for batch in _batches(spans, places, batch_size):
-        ids = torch.cat([_without(context_ids, spans[place]) for place in batch])
-        part = attached.compute(assemble(ids, kept_ids.expand(len(batch), -1))).patch
-        found[batch] = _relative_changes(whole, part)
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(places))
-    return found
-
-
-def _check(
-    context_ids: Tensor, kept_ids: Tensor, spans: Sequence[tuple[int, int]], batch_size: int
-) -> None:
-    if context_ids.dim() != 2 or len(context_ids) != 1 or len(kept_ids) != 1:
+    if len(context_ids) != 1 or len(kept_ids) != 1 or batch_size < 1:
         raise ValueError(
-            "expected one context (1, C) and its kept tokens (1, T), got"
-            f" {tuple(context_ids.shape)} and {tuple(kept_ids.shape)}"
+            "expected one context (1, C), its kept tokens (1, T) and batch_size ≥ 1, got"
+            f" {tuple(context_ids.shape)}, {tuple(kept_ids.shape)} and {batch_size}"
         )
-    columns = context_ids.shape[1]
     for start, stop in spans:
         if not 0 <= start < stop <= columns:
             raise ValueError(
                 f"expected spans (start, stop) with 0 ≤ start < stop ≤ {columns}, got"
                 f" ({start}, {stop})"
             )
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size ≥ 1, got {batch_size}")
+    whole = attached.compute(assemble(context_ids, kept_ids)).patch
+    found = torch.ones(len(spans), len(whole.layers), dtype=torch.float64)
+    # without a context there is no change: 1, as it stands
+    places = [place for place, span in enumerate(spans) if span != (0, columns)]
+    done = 0
+    for batch in _batches(spans, places, batch_size):
+        rows = [
+            torch.cat([context_ids[0, :start], context_ids[0, stop:]])
+            for start, stop in (spans[place] for place in batch)
+        ]
+        part = attached.compute(assemble(torch.stack(rows), kept_ids.expand(len(batch), -1))).patch
+        found[batch] = _relative_changes(whole, part)
+        done += len(batch)
+        if progress is not None:
+            progress(done, len(places))
+    return found
 
 
 def _batches(
@@ -112,32 +100,17 @@ def _batches(
             yield rest[first : first + batch_size]
 
 
-def _without(context_ids: Tensor, span: tuple[int, int]) -> Tensor:
-    return torch.cat([context_ids[:, : span[0]], context_ids[:, span[1] :]], 1)
-
-
 def _relative_changes(whole: ContextPatch, part: ContextPatch) -> Tensor:
     """``a_l`` of each row of ``part``: (rows, blocks)."""
     blocks = []
     for block, before, after in zip(whole.blocks, whole.layers, part.layers, strict=True):
-        ratios = []
-        for old, new in zip(
-            parameter_changes(block.spec, before),
-            parameter_changes(block.spec, after),
-            strict=True,
-        ):
-            size, difference = _size_and_difference(old.low_rank(), new.low_rank())
-            ratio = difference / torch.where(size > 0, size, 1.0)
-            ratios.append(torch.where(size > 0, ratio, torch.nan))
-        blocks.append(torch.stack(ratios).nanmean(0).nan_to_num(nan=0.0))
+        squares = []
+        changes = (parameter_changes(block.spec, layer) for layer in (before, after))
+        for pair in zip(*changes, strict=True):
+            old, new = (change.low_rank() for change in pair)
+            size = old.inner(old).sum(-1)
+            # ‖ΔW - ΔW'‖², summed over the tokens
+            difference = size + (new.inner(new) - 2 * old.inner(new)).sum(-1)
+            squares.append(torch.where(size > 0, difference / size, torch.nan).clamp(min=0))
+        blocks.append(torch.stack(squares).sqrt().nanmean(0).nan_to_num(nan=0.0))
     return torch.stack(blocks, 1).cpu()
-
-
-def _size_and_difference(old: LowRank, new: LowRank) -> tuple[Tensor, Tensor]:
-    """``sqrt(Σ_t ‖ΔW_t‖²)`` and the same of the differences: (rows,) each."""
-    index = None
-    if old.index is not None and new.index is not None:
-        index = torch.stack([old.index.expand_as(new.index), new.index])
-    u, v = (torch.stack([a.expand_as(b), b]) for a, b in ((old.u, new.u), (old.v, new.v)))
-    pair = Trajectory(LowRank(u, v, index))
-    return pair.norms()[0].norm(dim=-1), pair.step_norms()[0].norm(dim=-1)

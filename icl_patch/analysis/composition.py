@@ -7,7 +7,6 @@ from torch import Tensor
 
 from icl_patch.analysis.dynamics import named_changes
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.low_rank import LowRank
 
 
 def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, Tensor]:
@@ -33,12 +32,7 @@ def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, 
     found = {}
     for named in zip(*map(named_changes, (whole, *parts)), strict=True):
         first, *others = (change.low_rank() for _, change in named)
-        slots = [first, *(LowRank(-other.u, other.v, other.index) for other in others)]
-        indices = [low.index for low in slots if low.index is not None]
-        rest = LowRank(
-            torch.cat([low.u for low in slots], -2),
-            torch.cat([low.v for low in slots], -2),
-            torch.cat(indices, -1) if indices else None,
-        )
-        found[named[0][0]] = rest.norm() / first.norm()
+        slots = [(1, first), *((-1, other) for other in others)]
+        square = sum(a * b * x.inner(y) for a, x in slots for b, y in slots)
+        found[named[0][0]] = torch.as_tensor(square).clamp(min=0).sqrt() / first.norm()
     return found

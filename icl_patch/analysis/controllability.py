@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.errors import ControllabilityError
 from icl_patch.models.block_spec import Block
+from icl_patch.models.ranks import check_one_process
 from icl_patch.recording.attached_model import HasAttachedModel
 from icl_patch.recording.diagnostics import ControllabilityViolation
 from icl_patch.recording.sequences import assemble
@@ -131,11 +132,7 @@ def controllability(
     """
     attached = patcher.attached_model
     attached.require_attached()
-    if attached.ranks.size > 1:
-        raise UnsupportedModelError(
-            f"expected {type(attached.model).__name__} in one process, got it split over"
-            f" {attached.ranks.size}: spread it over devices with device_map"
-        )
+    check_one_process(attached.model)
     sequences = assemble(
         context_ids,
         kept_ids,

@@ -6,7 +6,6 @@ A change of a weight is stored as the vectors of ``Σ_r u_r v_rᵀ`` alone.
 Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,14 +13,11 @@ import torch
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.models import kv_cache
-from icl_patch.models.language_model import check_vocabulary
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
-from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel, HasAttachedModel
-from icl_patch.recording.sequences import Sequences, assemble, switches
+from icl_patch.recording.sequences import Sequences, assemble
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,37 +147,19 @@ def grow(
 ) -> Dynamics:
     """The patches of the heads of ``start``, ``start + 1``, … columns; see
     :meth:`icl_patch.ContextPatcher.dynamics`.
-
-    One cache grows by a token a step; each step runs the kept tokens on a copy of it.
     """
-    check_vocabulary(attached.model, sequences.ids, sequences.mask)
-    model, width, positions = attached.model, sequences.head_ids.shape[1], sequences.positions
+    # the longest first, which shows at once whether the model takes it
+    stops = range(sequences.head_ids.shape[1], start - 1, -1)
+    grown = [
+        attached.compute(_up_to(sequences, stop)).patch.select(layers=layers) for stop in stops
+    ]
+    return Dynamics(tuple(grown[::-1]))
 
-    def head(stop: int) -> Sequences:
-        return replace(
-            sequences,
-            **{
-                name: getattr(sequences, name)[:, :stop]
-                for name in ("head_ids", "head_mask", "head_absorbed")
-            },
-        )
 
-    first = head(start)
-    patches = [attached.compute_from(attached.prefill(first), first).patch.select(layers=layers)]
-    cache = kv_cache.new_cache(model)
-    if start:
-        forward_passes.run_head(model, first, cache)
-    for stop in range(start + 1, width + 1):
-        part, new = head(stop), slice(stop - 1, stop)
-        if switches(model, part):
-            cache = kv_cache.new_cache(model)
-            forward_passes.run_head(model, part, cache)
-        else:
-            inputs = (part.head_ids[:, new], part.head_mask, positions[:, new], cache)
-            forward_passes.run(model, *inputs, longest=part.longest, last_logits=1)
-        grown = attached.compute_from(copy.deepcopy(cache), part)
-        patches.append(grown.patch.select(layers=layers))
-    return Dynamics(tuple(patches))
+def _up_to(sequences: Sequences, stop: int) -> Sequences:
+    """Sequences with the first columns of their heads alone."""
+    names = ("head_ids", "head_mask", "head_absorbed")
+    return replace(sequences, **{name: getattr(sequences, name)[:, :stop] for name in names})
 
 
 # Appendix E: the context is absorbed from its first token on, and the rest of it stays
@@ -199,19 +177,10 @@ class Factorisation:
     Attributes:
         inputs: z_0, …, z_n: (n + 1, ..., K).
 
-    Raises:
-        ValueError: ``inputs`` has no step.
-
     Source: Dherin et al. (2025), Corollary E.0.1 and equations 29 to 31.
     """
 
     inputs: Tensor
-
-    def __post_init__(self) -> None:
-        if self.inputs.dim() < 2 or len(self.inputs) < 2:
-            raise ValueError(
-                f"expected inputs (n + 1, ..., K) with n ≥ 1, got {tuple(self.inputs.shape)}"
-            )
 
     def __len__(self) -> int:
         """n, the number of factors."""
@@ -285,8 +254,8 @@ def factorise(
         raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
     stops = range(1, context_ids.shape[1] + 1)
     parts = [assemble(context_ids, kept_ids, absorbed=[(0, stop)]) for stop in stops]
-    inputs = []
-    for part in (_nothing_absorbed(torch.cat([context_ids, kept_ids], 1)), *parts):
+    ids, inputs = torch.cat([context_ids, kept_ids], 1), []
+    for part in (_up_to(assemble(ids, ids), 0), *parts):  # first all are kept
         patch = patcher.attached_model.compute(part).patch
         factors = patch.layers[layer]
         if "readers.v" not in factors:
@@ -297,17 +266,3 @@ def factorise(
         inputs.append(factors["readers.v"][:, -1])
     v = torch.stack(inputs)
     return Factorisation(v / v.square().sum(-1, keepdim=True))
-
-
-def _nothing_absorbed(ids: Tensor) -> Sequences:
-    """Ids (B, T) that are all kept."""
-    absorbed = torch.zeros_like(ids, dtype=torch.bool)
-    nothing = absorbed[:, :0]
-    return Sequences(
-        head_ids=ids[:, :0],
-        head_mask=nothing,
-        head_absorbed=nothing,
-        tail_ids=ids,
-        tail_mask=~absorbed,
-        tail_absorbed=absorbed[0],
-    )

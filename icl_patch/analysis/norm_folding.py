@@ -7,8 +7,8 @@ transpose of its ``W``.
 
 import functools
 import itertools
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,109 +66,22 @@ class FoldedNorm:
     readers: tuple[str, ...]
 
 
+@dataclass(frozen=True)
 class Folding:
-    """A model with folded norms, until :meth:`restore` or the end of the ``with`` block.
+    """What :func:`fold` did with the norms of a model.
 
-    Attributes:
-        folded: the norms that were folded, in the model's order.
-        refused: the reason for every norm that was left as it is, by its path.
+    folded: the norms that were folded, in the model's order; refused: the reason for every norm
+    that was left as it is, by its path.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.folded: tuple[FoldedNorm, ...] = ()
-        self.refused: dict[str, str] = {}
-        # holder, name, original, replacement
-        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
-
-    def __enter__(self) -> "Folding":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Put back the parameters and norms that were there, the same objects: bit-exact, or as the
-        model was moved since.
-
-        Restoring twice is fine.
-
-        Raises:
-            ValueError: a :class:`~icl_patch.ContextPatcher` is attached to the folded model, or it
-                was folded again: first undo that.
-        """
-        if self._undo:
-            _require_unpatched(self.model)
-        last = {(id(holder), name): value for holder, name, _, value in self._undo}
-        if any(holder[name] is not last[id(holder), name] for holder, name, _, _ in self._undo):
-            raise ValueError(
-                f"expected {type(self.model).__name__} as it was folded, it was changed since:"
-                " restore a later folding first"
-            )
-        self._undo_down_to(0)
-
-    def _undo_down_to(self, count: int) -> None:
-        while len(self._undo) > count:
-            holder, name, original, value = self._undo.pop()
-            if isinstance(original, nn.Parameter):
-                original.data = original.data.to(value.device, value.dtype)
-            holder[name] = original
-
-    def _put(self, holder: dict[str, Any], name: str, value: Any) -> None:
-        self._undo.append((holder, name, holder[name], value))
-        holder[name] = value
-
-    def _fold(self, norm: FoldedNorm) -> None:
-        module = self.model.get_submodule(norm.path)
-        weight, bias = module.weight, getattr(module, "bias", None)
-        assert isinstance(weight, Tensor)
-        scale = norm.form.offset + weight.double()
-        for path in norm.readers:
-            self._fold_reader(self.model.get_submodule(path), scale, bias, norm.form.centred)
-        if norm.form.centred:
-            uncentred = UncentredLayerNorm(norm.form.eps).train(module.training)
-            for parent in list(self.model.modules()):
-                for name, child in list(parent._modules.items()):
-                    if child is module:
-                        self._put(parent._modules, name, uncentred)
-            return
-        neutral = torch.full_like(weight, 1.0 - norm.form.offset)
-        self._put(module._parameters, "weight", nn.Parameter(neutral, weight.requires_grad))
-        if bias is not None:
-            self._put(
-                module._parameters, "bias", nn.Parameter(torch.zeros_like(bias), bias.requires_grad)
-            )
-
-    def _fold_reader(
-        self, reader: nn.Module, scale: Tensor, norm_bias: Tensor | None, centred: bool
-    ) -> None:
-        weight, bias = reader._parameters["weight"], reader._parameters["bias"]
-        assert weight is not None
-        matrix = _columns(reader)  # (N, K)
-        folded = matrix * scale
-        if centred:
-            folded = folded - folded.mean(1, keepdim=True)
-        folded = folded.T if isinstance(reader, Conv1D) else folded
-        self._put(
-            reader._parameters,
-            "weight",
-            nn.Parameter(folded.to(weight.dtype).contiguous(), weight.requires_grad),
-        )
-        if norm_bias is not None:
-            shift = matrix @ norm_bias.double()
-            total = shift if bias is None else bias.double() + shift
-            self._put(
-                reader._parameters,
-                "bias",
-                nn.Parameter(total.to(weight.dtype), weight.requires_grad),
-            )
+    folded: tuple[FoldedNorm, ...]
+    refused: dict[str, str]
 
 
-@torch.inference_mode(False)  # what is made here can be trained elsewhere
-@torch.no_grad()
-def fold(model: PreTrainedModel) -> Folding:
-    """Fold norms into the linear maps that follow: the model computes the same, with ``LN(x) =
-    x/σ(x)``, ``RMSNorm(x) = x/rms(x)``.
+@contextmanager
+def fold(model: PreTrainedModel) -> Iterator[Folding]:
+    """Within this context norms are folded into the linear maps that follow: the model computes the
+    same, with ``LN(x) = x/σ(x)``, ``RMSNorm(x) = x/rms(x)``.
 
     For a linear map ``y = z W + b`` of the output of a norm with scale ``m`` and bias ``β``, with
     ``d`` the width::
@@ -178,8 +91,9 @@ def fold(model: PreTrainedModel) -> Folding:
 
     The products are taken in fp64 and rounded once to the weight's dtype, so logits agree to
     rounding. :class:`UncentredLayerNorm` replaces a LayerNorm; an RMSNorm keeps its module, with a
-    neutral weight. A linear map without a bias gets one if ``β`` needs it. :meth:`Folding.restore`
-    puts all original objects back::
+    neutral weight. A linear map without a bias gets one if ``β`` needs it, and one that shares its
+    weight, such as a tied output embedding, gets one of its own. At the end all original objects
+    are put back; the model must not be moved until then::
 
         with fold(model) as folding:
             folding.folded, folding.refused
@@ -194,53 +108,94 @@ def fold(model: PreTrainedModel) -> Folding:
     - a norm with an output that is read elsewhere too, which the logits show: by a residual sum
       (post-LN models), by rotary embeddings, by a linear map that has other inputs;
     - a norm that does not run, or that is none of the formulas above;
-    - a reader that shares its weight with another module, such as a tied output embedding: folding
-      would make the two drift apart (untie them first);
     - a reader with a quantised weight.
 
     Args:
         model: a causal language model in eval mode, without a patcher attached.
 
-    Returns:
-        The folding, a context manager.
+    Yields:
+        What was folded.
 
     Raises:
         UnsupportedModelError: no norm can be folded.
-        ValueError: the model is training, or a patcher is attached.
+        ValueError: the model is training, or a patcher is attached, at the beginning or at the end.
 
     Source: "Folding weights in transformers", Reformulating LayerNorm and Self-Attention.
     """
+    with ExitStack() as undo:
+        yield _folded(model, undo)
+        _require_unpatched(model)
+
+
+@torch.inference_mode(False)  # what is made here can be trained elsewhere
+@torch.no_grad()
+def _folded(model: PreTrainedModel, undo: ExitStack) -> Folding:
     _require_unpatched(model)
     if model.training:
         raise ValueError("expected a model in eval mode, got one that is training")
     candidates = [path for path, module in model.named_modules() if _is_norm(module)]
     ids = random_tokens(model, 7, seed=0)
     expected, readers = _run_and_watch(model, ids, candidates)
-    folding = Folding(model)
-    tied = _tied(model)
-    try:
-        for path in candidates:
-            form, reads = norm_form(model.get_submodule(path)), readers.get(path)
-            reason = _reason(model, reads, form, tied)
-            if reason is None and form is not None and reads is not None:
-                made = len(folding._undo)
-                folding._fold(norm := FoldedNorm(path, form, tuple(reads)))
+    folded, refused = [], {}
+    for path in candidates:
+        form, reads = norm_form(model.get_submodule(path)), readers.get(path)
+        reason = _reason(model, reads, form)
+        if reason is None and form is not None and reads is not None:
+            norm = FoldedNorm(path, form, tuple(reads))
+            with ExitStack() as attempt:
+                _fold(model, norm, attempt)
                 error = (model(input_ids=ids, use_cache=False).logits - expected).abs().max()
                 if error <= rounding_limit(model.dtype) * expected.abs().max():
-                    folding.folded += (norm,)
+                    undo.push(attempt.pop_all())
+                    folded.append(norm)
                     continue
-                folding._undo_down_to(made)
-                reason = f"the model computes something else with it folded, {float(error):.1e} off"
-            folding.refused[path] = str(reason)
-        if not folding.folded:
-            refused = "; ".join(f"{path}: {why}" for path, why in folding.refused.items())
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has no norm that can be folded: {refused or 'it has none'}"
-            )
-    except BaseException:
-        folding.restore()
-        raise
-    return folding
+            reason = f"the model computes something else with it folded, {float(error):.1e} off"
+        refused[path] = str(reason)
+    if not folded:
+        reasons = "; ".join(f"{path}: {why}" for path, why in refused.items())
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no norm that can be folded: {reasons or 'it has none'}"
+        )
+    return Folding(tuple(folded), refused)
+
+
+def _fold(model: PreTrainedModel, norm: FoldedNorm, undo: ExitStack) -> None:
+    """Fold one norm; ``undo`` puts the same objects back."""
+
+    def put(holder: dict[str, Any], name: str, value: Any) -> None:
+        undo.callback(holder.__setitem__, name, holder[name])
+        holder[name] = value
+
+    def put_parameter(module: nn.Module, name: str, value: Tensor, like: Tensor) -> None:
+        value = value.to(like.dtype).contiguous()
+        put(module._parameters, name, nn.Parameter(value, like.requires_grad))
+
+    module = model.get_submodule(norm.path)
+    scale, shift = module.weight, getattr(module, "bias", None)
+    assert isinstance(scale, Tensor)
+    for path in norm.readers:
+        reader = model.get_submodule(path)
+        weight, bias = reader._parameters["weight"], reader._parameters["bias"]
+        assert weight is not None
+        transposed = isinstance(reader, Conv1D)
+        matrix = weight.double().T if transposed else weight.double()  # (N, K)
+        folded = matrix * (norm.form.offset + scale.double())
+        if norm.form.centred:
+            folded = folded - folded.mean(1, keepdim=True)
+        put_parameter(reader, "weight", folded.T if transposed else folded, weight)
+        if shift is not None:
+            added = matrix @ shift.double()
+            put_parameter(reader, "bias", added if bias is None else added + bias.double(), weight)
+    if norm.form.centred:
+        uncentred = UncentredLayerNorm(norm.form.eps).train(module.training)
+        for parent in list(model.modules()):
+            for name, child in list(parent._modules.items()):
+                if child is module:
+                    put(parent._modules, name, uncentred)
+        return
+    put_parameter(module, "weight", torch.full_like(scale, 1.0 - norm.form.offset), scale)
+    if shift is not None:
+        put_parameter(module, "bias", torch.zeros_like(shift), shift)
 
 
 def _run_and_watch(
@@ -315,22 +270,7 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
-    """For every module that shares its weight with another module: the name of the other."""
-    owners: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault((parameter.data_ptr(), parameter.shape), []).append(name)
-    return {
-        name.rpartition(".")[0]: next(other for other in names if other != name)
-        for names in owners.values()
-        if len(names) > 1
-        for name in names
-    }
-
-
-def _reason(
-    model: nn.Module, readers: list[str] | None, form: NormForm | None, tied: dict[str, str]
-) -> str | None:
+def _reason(model: nn.Module, readers: list[str] | None, form: NormForm | None) -> str | None:
     """Why a norm cannot be folded, or None."""
     if readers is None:
         return "it does not run in a pass over tokens"
@@ -342,8 +282,6 @@ def _reason(
         weight = model.get_submodule(path)._parameters.get("weight")
         if weight is None or not weight.is_floating_point() or weight.dtype not in _FLOATS:
             return f"{path} has no weight in fp64, fp32, bf16 or fp16"
-        if path in tied:
-            return f"{path}.weight is tied to {tied[path]}: the two would drift apart"
     return None
 
 
@@ -353,10 +291,3 @@ def _require_unpatched(model: nn.Module) -> None:
             f"expected a model without patched modules, {type(model).__name__} has some: detach the"
             " patcher first"
         )
-
-
-def _columns(module: nn.Module) -> Tensor:
-    """The weight of a linear map as (N, K) fp64."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach().double().T if isinstance(module, Conv1D) else weight.detach().double()

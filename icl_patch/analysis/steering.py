@@ -48,8 +48,7 @@ def steering_vectors(patch: ContextPatch) -> Tensor:
         if kind not in (Writer.WEIGHT, Writer.BIAS) or spec.mixer or spec.residual_weight:
             raise UnsupportedModelError(
                 "expected blocks with an MLP that ends in a matrix or a bias, and a plain residual"
-                f" stream, got {block.path}: {'no MLP' if spec.mixer else kind.value}"
-                + (f", {spec.residual_weight}" if spec.residual_weight else "")
+                f" stream, got {block.path} with {spec}"
             )
         name = "u" if kind is Writer.WEIGHT else "bias_change"
         added = layer[f"{spec.down}.{name}"]

@@ -332,7 +332,7 @@ def load_for_patch(
     Raises:
         ValueError: the options name no model, and the patch is not the embedded one's.
     """
-    from icl_patch.patch.serialization import DTYPES
+    import torch
 
     name = header.get("model")
     if options.model is None and name != "embedded":
@@ -341,7 +341,7 @@ def load_for_patch(
             " MODEL the command takes the embedded model"
         )
     if options.dtype is None:
-        options.dtype = DTYPES.get(str(header.get("dtype")))
+        options.dtype = getattr(torch, str(header.get("dtype")).removeprefix("torch."), None)
     return load(options)
 
 

@@ -82,9 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", type=Path, metavar="FILE", help="a patch to start from")
     common.add_max_new_tokens(parser, 64, "of an answer")
     parser.add_argument(
-        "--state", type=Path, metavar="DIR", help="continue a stopped fit from its files there"
-    )
-    parser.add_argument(
         "--accept-worse",
         action="store_true",
         help="write the patch even if it is worse than none, or moves preserved texts",
@@ -124,7 +121,6 @@ def run(options: argparse.Namespace) -> int:
             seconds=options.seconds,
             distillation=settings,
             start=start,
-            state=options.state,
             max_new_tokens=options.max_new_tokens,
             accept_worse=options.accept_worse,
             on_plan=lambda plan: print(plan, file=sys.stderr),

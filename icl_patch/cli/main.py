@@ -66,9 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         return _report(program, error, 2, options.json)
     except KeyboardInterrupt:
-        if getattr(options, "state", None) is not None:
-            again = f"the same command goes on from its files in {options.state}"
-            print(f"{program}: stopped; {again}", file=sys.stderr)
         return 130
 
 

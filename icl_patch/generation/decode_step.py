@@ -33,7 +33,12 @@ from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.hooks import paths_of
 from icl_patch.recording.passes import Computation, close_on
-from icl_patch.recording.patch_assembly import layers_of_all, report_of_all, scales_of
+from icl_patch.recording.patch_assembly import (
+    agree_on_violations,
+    layers_of_all,
+    report_of_all,
+    scales_of,
+)
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
 
@@ -219,8 +224,10 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 
 
 def _check_feasible(state: DecodeState, output: StepOutput) -> None:
-    for diagnostics in output.diagnostics:
-        diagnostics.resolve(state.live).check(start=state.steps - 1)
+    resolved = [diagnostics.resolve(state.live) for diagnostics in output.diagnostics]
+    agree_on_violations(state.attached, resolved)
+    for diagnostics in resolved:
+        diagnostics.check(start=state.steps - 1)
 
 
 def _refill(state: DecodeState, fill: Callable[[Sequences], Cache]) -> None:
@@ -280,7 +287,7 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        report = report_of_all(attached, [resolved], live.device)
+        report, _ = report_of_all(attached, [resolved], live.device)
         layers = layers_of_all(attached, layers, live.device)
         return replace(patch, layers=layers, report=report, logits=logits)
 

@@ -24,7 +24,6 @@ from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.models.recurrent_state import is_recurrent
 
 MODEL, BATCH_INVARIANT = "model", "batch_invariant"
-ARITHMETICS = (MODEL, BATCH_INVARIANT)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of models that can run in the batch-invariant arithmetic."""
 

@@ -14,11 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import Mode, PatchedModule
+from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.product_interception import FirstProductChanged
 
 # tokens of several a row: with more of them an expert has enough for a product of its own
 _FUSED_TOKENS = 64
+
+
+def _has_matrices(module: Any, names: tuple[str, ...], dim: int) -> bool:
+    matrices = [getattr(module, name, None) for name in names]
+    return all(isinstance(matrix, Tensor) and matrix.dim() == dim for matrix in matrices)
 
 
 class PatchedExperts(PatchedModule):
@@ -42,32 +47,21 @@ class PatchedExperts(PatchedModule):
     index: Tensor | None  # (M, k), the experts that the factors are for
     write_u: Tensor | None  # (M, d)
     write_v: Tensor | None  # (M, k, I); None for a bias
-
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__(base_layer)
-        self.tokens = 1  # a row of a replay
+    tokens: int  # a row of a replay
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
         """Whether a module is a set of experts in the layout that transformers' own implementations
         share.
         """
-        names = ("is_transposed", "has_bias", "_apply_gate")
-        matrices = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        needed = ("is_transposed", "has_bias", "_apply_gate", "has_gate")
         others = ("has_post_expert_norm", "_is_expert_parallel")
-        plain = bool(getattr(module, "has_gate", False)) and not any(
-            getattr(module, name, False) for name in others
-        )
         return (
-            plain
-            and all(hasattr(module, name) for name in names)
-            and all(isinstance(m, Tensor) and m.dim() == 3 for m in matrices)
+            _has_matrices(module, ("gate_up_proj", "down_proj"), 3)
+            and all(hasattr(module, name) for name in needed)
+            and bool(module.has_gate)
+            and not any(getattr(module, name, False) for name in others)
         )
-
-    @staticmethod
-    def has_output_bias(module: nn.Module) -> bool:
-        """Whether the experts' output has a bias."""
-        return bool(getattr(module, "has_bias", False))
 
     @staticmethod
     def is_transposed(module: nn.Module) -> bool:
@@ -122,7 +116,7 @@ class PatchedExperts(PatchedModule):
         """
         bias: Tensor | None = (
             getattr(self.base_layer, f"{name}_bias", None)
-            if self.has_output_bias(self.base_layer)
+            if getattr(self.base_layer, "has_bias", False)
             else None
         )
         parts = [self._multiply(weight, x, index, bias, fused) for weight in self.weights(name)]
@@ -218,10 +212,8 @@ class PatchedScaledExperts(PatchedExperts):
     @staticmethod
     def fits(module: nn.Module) -> bool:
         """Whether a module is a set of experts in this layout."""
-        matrices = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-        return not PatchedExperts.fits(module) and all(
-            isinstance(m, Tensor) and m.dim() == 3 for m in matrices
-        )
+        named = _has_matrices(module, ("gate_up_proj", "down_proj"), 3)
+        return named and not PatchedExperts.fits(module)
 
     @staticmethod
     def is_transposed(module: nn.Module) -> bool:
@@ -289,8 +281,7 @@ class PatchedParallelExperts(PatchedExperts):
     def fits(module: nn.Module) -> bool:
         """Whether a module is a set of experts in this layout."""
         parts = [getattr(module, name, None) for name in ("input_linear", "output_linear")]
-        matrices = [getattr(part, "weight", None) for part in parts]
-        return all(isinstance(matrix, Tensor) and matrix.dim() == 3 for matrix in matrices) and all(
+        return all(_has_matrices(part, ("weight",), 3) for part in parts) and all(
             hasattr(module, name) for name in ("router", "activation", "bias")
         )
 
@@ -311,7 +302,7 @@ class PatchedParallelExperts(PatchedExperts):
         """(B, T, d) -> the same."""
         z = x.reshape(-1, x.shape[-1])
         index, weights = self._choice(z)
-        if self.mode is Mode.OFF:
+        if self.instead is None:
             assert self.observer is not None
             self.observer(z, index)
             return self.base_layer(x)
@@ -336,9 +327,7 @@ class PatchedStackedExperts(PatchedExperts):
     @staticmethod
     def fits(module: nn.Module) -> bool:
         """Whether a module is a set of experts in this layout."""
-        holder = getattr(module, "mlp", None)
-        matrices = [getattr(holder, name, None) for name in ("w1", "v1", "w2")]
-        return all(isinstance(matrix, Tensor) and matrix.dim() == 2 for matrix in matrices) and all(
+        return _has_matrices(getattr(module, "mlp", None), ("w1", "v1", "w2"), 2) and all(
             hasattr(module, name) for name in ("num_experts", "hidden_size")
         )
 

@@ -1,16 +1,16 @@
-"""PatchedModule: a module of the model, a mode, and the factors of a change of its weights.
+"""PatchedModule: a module of the model, and the factors of a change of its weights.
 
 A patched module takes the base module's place in the model. It shares the base's parameters,
 buffers and children under their own names, so the model's state dict, its parameters and
 ``model.to(...)`` do not notice it.
 
-Three modes: ``off`` (the base module, bit for bit), ``record`` (a recorder computes the factors
-from the module's input and applies them) and ``replay`` (the factors that were set are applied).
+It is off (the base module, bit for bit), records (a recorder computes the factors from the module's
+input and applies them) or replays (the factors that were set are applied).
 """
 
 import threading
 from collections.abc import Callable
-from enum import Enum
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -55,26 +55,18 @@ def like_rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return rows if x.dim() == 2 else rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 
-class Mode(Enum):
-    """How a patched module treats its input."""
-
-    OFF = "off"
-    RECORD = "record"
-    REPLAY = "replay"
-
-
 class PatchedModule(nn.Module):
-    """The common part of the patched modules: the base module, the mode and the recorder."""
+    """The common part of the patched modules: the base module and what runs in its place."""
 
     base_layer: nn.Module
     _replay: Callable[..., Tensor]  # the base module's output with the patch
 
     _PATCH: ClassVar[tuple[str, ...]] = ()  # the attributes that hold it, None without one
-    _STATE: ClassVar[frozenset[str]]
+    _OFF: ClassVar[dict[str, None]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._STATE = frozenset(("mode", "recorder", "observer", *cls._PATCH))
+        cls._OFF = dict.fromkeys(("instead", *cls._PATCH))
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -93,19 +85,15 @@ class PatchedModule(nn.Module):
         object.__setattr__(self, "base_layer", base_layer)
         self._aligned = is_aligned(base_layer)  # whether accelerate brings its inputs and weights
         self.training, self._version = base_layer.training, base_layer._version
-        self.mode = Mode.OFF
-        self.recorder: Callable[..., Tensor] | None = None
+        # what runs in the base's place, with this module and its inputs: a recorder, or _replay
+        self.instead: Callable[..., Any] | None = None
         # Called with values that are no output: a router's logits, the choice of experts.
         self.observer: Callable[..., None] | None = None
         self.attachment: Attachment | None = None  # the attached model that the module is part of
-        for name in self._PATCH:
-            setattr(self, name, None)
+        self.off()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # past torch's bookkeeping of parameters and modules: a decode step sets hundreds of these
-        if name in self._STATE:
-            object.__setattr__(self, name, value)
-        elif (
+        if (
             name in vars(self.__dict__.get("base_layer", self))
             and name not in vars(self)
             and not hasattr(type(self), name)
@@ -145,17 +133,20 @@ class PatchedModule(nn.Module):
                 setattr(self, name, factor.to(fn(factor[:0]).device))
         return self
 
-    def record(self, recorder: Callable[..., Tensor]) -> None:
-        """Hand every input to ``recorder(module, x)``, which sets the factors and returns the
+    def record(self, recorder: Callable[..., Any]) -> None:
+        """Hand every input to ``recorder(module, x)``, which keeps the factors and returns the
         output.
         """
-        self.recorder, self.mode = recorder, Mode.RECORD
+        vars(self)["instead"] = recorder
+
+    def replay(self, **patch: Any) -> None:
+        """Apply a patch, by the names of the attributes that hold it."""
+        # past torch's bookkeeping, which would make a parameter among them one of the base's
+        vars(self).update(patch, instead=type(self)._replay)
 
     def off(self) -> None:
         """Be the base module again, bit for bit, and drop the patch."""
-        self.recorder, self.mode = None, Mode.OFF
-        for name in self._PATCH:
-            setattr(self, name, None)
+        vars(self).update(self._OFF)
 
     def clear_patch(self) -> None:
         """Drop the patch and be the base module again."""
@@ -176,34 +167,28 @@ class PatchedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base module's arguments -> its output."""
-        if self.mode is Mode.OFF and self.observer is None:
+        if self.instead is None and self.observer is None:
             return self.base_layer(*args, **kwargs)
         attachment = self.attachment
-        if (
-            attachment is None
-            or torch.compiler.is_compiling()  # torch.compile traces no locks
-            or attachment.thread == threading.get_ident()
-        ):
-            return self._run_on_device(args, kwargs)
-        with attachment.lock:  # the pass of another thread ends first
-            return self._run_on_device(args, kwargs)
-
-    def _run_on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._aligned:
-            return run_aligned(self.base_layer, self._run, args, kwargs)
-        return self._run(*args, **kwargs)
+        waits = (
+            attachment is not None
+            and not torch.compiler.is_compiling()  # torch.compile traces no locks
+            and attachment.thread != threading.get_ident()
+        )
+        # the pass of another thread ends first
+        with attachment.lock if attachment is not None and waits else nullcontext():
+            if self._aligned:
+                return run_aligned(self.base_layer, self._run, args, kwargs)
+            return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`forward` in the mode that is set; the inputs may have any names."""
+        """:meth:`forward` with a patch, recorder or observer; the inputs may have any names."""
         inputs = (*args, *kwargs.values())
         if self.observer is not None:
             self._observe(*inputs)
-        if self.mode is Mode.OFF:
+        if self.instead is None:
             return self.base_layer(*args, **kwargs)
-        if self.mode is Mode.RECORD:
-            assert self.recorder is not None
-            return self.recorder(self, *inputs)
-        return self._replay(*inputs)
+        return self.instead(self, *inputs)
 
     def _observe(self, *inputs: Any) -> None:
         """Show the observer what the module has beside its output."""
@@ -214,11 +199,8 @@ class PatchedModule(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The base module and the mode."""
-        return (
-            f"{type(self.base_layer).__name__}({self.base_layer.extra_repr()}),"
-            f" mode={self.mode.value}"
-        )
+        """The base module."""
+        return f"{type(self.base_layer).__name__}({self.base_layer.extra_repr()})"
 
 
 def with_base(module: nn.Module) -> tuple[nn.Module, ...]:

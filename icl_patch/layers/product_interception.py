@@ -2,7 +2,8 @@
 
 A router turns its logits ``F.linear(z, W)`` into a choice of experts; Llama 4's experts multiply by
 ``torch.bmm`` and continue with an activation and a second product. A patch belongs between the
-product and the arithmetic after it, but the forwards of transformers' classes have no hook there,
+product and the arithmetic after it, and that of a matrix whose inputs ranks share between its
+product and the sum over the ranks; but the forwards of transformers' classes have no hook there,
 and a copy of the forward would be needed for each class and version. So a TorchFunctionMode
 intercepts the product, only while the module runs.
 """
@@ -10,8 +11,11 @@ intercepts the product, only while the module runs.
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from icl_patch.errors import UnsupportedModelError
 
 
 class FirstProductChanged(TorchFunctionMode):
@@ -38,3 +42,16 @@ class FirstProductChanged(TorchFunctionMode):
             return out
         self.calls += 1
         return self.change(out) if self.calls == 1 else out
+
+
+def with_linear_changed(module: nn.Module, change: Callable[[Tensor], Tensor], *inputs: Any) -> Any:
+    """``module(*inputs)`` when the result of its only linear product is replaced by ``change`` of
+    it.
+    """
+    with FirstProductChanged(F.linear, change) as products:
+        out = module(*inputs)
+    if products.calls != 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} makes {products.calls} linear products, not one"
+        )
+    return out

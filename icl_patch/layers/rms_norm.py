@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from icl_patch import ops
 from icl_patch.layers.device_hooks import weight_of
-from icl_patch.layers.patched_module import Mode, PatchedModule, matches_rows
+from icl_patch.layers.patched_module import PatchedModule, matches_rows
 
 
 class PatchedRMSNorm(PatchedModule):
@@ -16,10 +16,10 @@ class PatchedRMSNorm(PatchedModule):
             ``variance_epsilon``.
         scale_offset: the scale is ``offset + weight`` (1 for Gemma, 0 for Llama).
         cast_first: whether the normalised input is rounded to the model's dtype before it is scaled
-            (Llama) or after (Gemma). By default a trial of the module decides both.
+            (Llama) or after (Gemma). ``BlockSpec`` has both as they were found in the model.
 
     Raises:
-        TypeError: the module has no weight or no eps, or does not compute an RMSNorm.
+        TypeError: the module has no weight or no eps.
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
@@ -31,8 +31,8 @@ class PatchedRMSNorm(PatchedModule):
         self,
         base_layer: nn.Module,
         *,
-        scale_offset: float | None = None,
-        cast_first: bool | None = None,
+        scale_offset: float,
+        cast_first: bool,
     ) -> None:
         super().__init__(base_layer)
         eps = getattr(base_layer, "eps", getattr(base_layer, "variance_epsilon", None))
@@ -41,9 +41,7 @@ class PatchedRMSNorm(PatchedModule):
                 f"expected an RMSNorm with a weight and an eps, got {type(base_layer).__name__}"
             )
         self.eps = float(eps)
-        if scale_offset is None and cast_first is None:
-            scale_offset, cast_first = _tried_form(base_layer)
-        self.scale_offset, self.cast_first = scale_offset or 0.0, cast_first is not False
+        self.scale_offset, self.cast_first = scale_offset, cast_first
 
     @property
     def scale(self) -> Tensor:
@@ -74,8 +72,7 @@ class PatchedRMSNorm(PatchedModule):
             raise ValueError(
                 f"expected new_scale (..., {self.scale.shape[0]}), got {tuple(new_scale.shape)}"
             )
-        self.new_scale = new_scale
-        self.recorder, self.mode = None, Mode.REPLAY
+        self.replay(new_scale=new_scale)
 
     def _replay(self, x: Tensor) -> Tensor:
         """(..., n) -> (..., n)."""
@@ -127,19 +124,3 @@ def rms_norm_form(module: nn.Module, x: Tensor, output: Tensor) -> tuple[float, 
             if bool(((y == output) | (y.isnan() & output.isnan())).all()):
                 return scale_offset, cast_first
     return None
-
-
-def _tried_form(module: nn.Module) -> tuple[float, bool]:
-    """:func:`rms_norm_form` on random rows."""
-    weight = weight_of(module)
-    x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(
-        weight.device, weight.dtype
-    )
-    with torch.no_grad():
-        form = rms_norm_form(module, x, module(x))
-    if form is None:
-        raise TypeError(
-            f"expected an RMSNorm of scale w or 1 + w, got {type(module).__name__}, which does"
-            " something else"
-        )
-    return form

@@ -3,14 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import PatchedLinear
-from icl_patch.layers.patched_module import Mode
-from icl_patch.layers.product_interception import FirstProductChanged
+from icl_patch.layers.product_interception import with_linear_changed
 
 
 class PatchedRouter(PatchedLinear):
@@ -26,30 +23,27 @@ class PatchedRouter(PatchedLinear):
         """The base router's output when its logits (M, E) are replaced by ``change(logits)``;
         ``others`` are its further inputs.
         """
-        with FirstProductChanged(F.linear, change) as products:
-            out = self.base_layer(z, *others)
-        if products.calls != 1:
-            raise UnsupportedModelError(
-                f"{type(self.base_layer).__name__} makes {products.calls} linear products, not one"
-            )
-        return out
+        return with_linear_changed(self.base_layer, change, z, *others)
 
     def _run(self, z: Tensor, *others: Any) -> Any:
         """(..., K) -> the base router's output."""
-        if self.mode is Mode.OFF and self.observer is None:
-            return self.base_layer(z, *others)
-        if self.mode is Mode.RECORD:
-            assert self.recorder is not None
-            return self.recorder(self, z, *others)
-        return self.with_logits(z, lambda logits: self._replayed(z, logits), *others)
+        if self.instead is None:
+            return self.with_logits(z, self._shown, *others)
+        return self.instead(self, z, *others)
 
-    def _replayed(self, z: Tensor, logits: Tensor) -> Tensor:
-        if self.mode is Mode.REPLAY:
-            assert self.u is not None and self.v is not None
-            rows = z.reshape(-1, z.shape[-1])
-            u, v = (self._by_row(factor, z, len(rows)) for factor in (self.u, self.v))
-            patched = ops.add_low_rank(logits.reshape(len(rows), -1), rows, u, v)
-            logits = patched.reshape(logits.shape)
+    def _shown(self, logits: Tensor) -> Tensor:
+        """The logits, which an observer sees."""
         if self.observer is not None:
             self.observer(logits)
         return logits
+
+    def _replay(self, z: Tensor, *others: Any) -> Any:
+        assert self.u is not None and self.v is not None
+        rows = z.reshape(-1, z.shape[-1])
+        u, v = (self._by_row(factor, z) for factor in (self.u, self.v))
+
+        def change(logits: Tensor) -> Tensor:
+            patched = ops.add_low_rank(logits.reshape(len(rows), -1), rows, u, v)
+            return self._shown(patched.reshape(logits.shape))
+
+        return self.with_logits(z, change, *others)

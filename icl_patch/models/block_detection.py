@@ -1,7 +1,6 @@
 """Reading the form of every block of a model from its module tree and from one small forward."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -58,7 +57,9 @@ def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = Non
     else:
         with tracing(layers) as traces:
             forward()
-    _check_range(traces, layers)
+    for path, found in traces.items():
+        if reason := above_range(path, found.block.made.now, found.block.made.now.dtype):
+            raise UnsupportedModelError(reason)
     blocks = []
     # a block without a context layer, between others that have one, needs no patch: its input is
     # the same in both runs
@@ -75,20 +76,6 @@ def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = Non
     return blocks
 
 
-def _check_range(traces: Mapping[str, BlockTrace], layers: Iterable[str]) -> None:
-    """Raises UnsupportedModelError if a block computes numbers that its dtype cannot hold; names
-    the first module that does.
-    """
-    for path in layers:
-        for call in traces[path].calls if path in traces else ():
-            module = call.module
-            known = is_matrix(module) or _is_norm(module) or experts_class(module) is not None
-            if known or call.path == "":  # other modules may mask with infinities
-                place = f"{path}.{call.path}".rstrip(".")
-                if reason := above_range(place, call.made.now, call.made.now.dtype):
-                    raise UnsupportedModelError(reason)
-
-
 def is_matrix(module: nn.Module) -> bool:
     """Whether a module is one linear map: it has a matrix of its own, or attributes ``in_features``
     and ``out_features``.
@@ -98,8 +85,7 @@ def is_matrix(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and weight.dim() == 2:
         return True
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    packed = any(tensor.dim() == 2 and min(tensor.shape) > 1 for tensor in own)
+    packed = any(x.dim() == 2 and min(x.shape) > 1 for _, x in _own_tensors(module))
     says = hasattr(module, "in_features") and hasattr(module, "out_features")
     return (packed or says) and not any(True for _ in module.children())
 
@@ -115,31 +101,10 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Ending:
-    """The last modules of an MLP: output matrix, none if the experts end it, and the norm of a
-    scale writer.
-    """
-
-    down: Call | None = None
-    norm: Call | None = None
-    # the experts' norm, if `norm` reads the sum of two norms' outputs
-    inner: Call | None = None
-    addend: Call | None = None  # the other term of a sum that the norm reads
-
-    @property
-    def writer(self) -> Writer:
-        """The kind of parameters that take up ``delta``."""
-        if self.norm is not None:
-            return Writer.SCALE
-        if self.down is None:
-            return Writer.EXPERTS
-        biased = isinstance(getattr(self.down.module, "bias", None), Tensor)
-        return Writer.BIAS if biased else Writer.WEIGHT
-
-
-def _path(call: Call | None) -> str | None:
-    return None if call is None else call.path
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module itself, by name."""
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
 
 
 class _Reading:
@@ -175,17 +140,17 @@ class _Reading:
 
     def spec(self) -> BlockSpec:
         """The block's form; raises UnsupportedModelError if no known form fits."""
-        if (
-            self.block.given.now.dim() < 3
-            or self.block.made.now.shape != self.block.given.now.shape
-        ):
-            shapes = tuple(self.block.given.now.shape), tuple(self.block.made.now.shape)
+        given, made = self.block.given.now, self.block.made.now
+        if given.dim() < 3 or made.shape != given.shape:
             raise self._refuse(
-                f"expected a residual stream (B, T, d) in and out, got {shapes[0]} and {shapes[1]}"
+                "expected a residual stream (B, T, d) in and out, got"
+                f" {tuple(given.shape)} and {tuple(made.shape)}"
             )
         if not self.mixers:
             raise self._refuse("no module in it takes an attention mask or a cache")
-        if (streams := self._streams()) > 1:
+        read = self.mixers[0].given.now
+        streams, rest = divmod(given.numel(), read.numel())
+        if streams > 1 and not rest and given.shape[:2] == read.shape[:2]:
             raise self._refuse(
                 f"it carries {streams} residual streams, into which attention and the MLP write in"
                 " different proportions: what attention changes is not in the direction that the"
@@ -198,34 +163,19 @@ class _Reading:
 
     def _check_plain_experts(self) -> None:
         """Raises UnsupportedModelError for experts whose matrices are quantised."""
-        plain = (nn.Parameter, Tensor)
         for call in self.trace.calls[:-1]:
-            named = call in self.experts or "experts" in type(call.module).__name__.lower()
-            own: dict[str, Tensor] = {}
-            if named:
-                own |= call.module.named_parameters(recurse=False)
-                own |= call.module.named_buffers(recurse=False)
-            for name, tensor in own.items():
-                if tensor.dim() >= 3 and not (
-                    type(tensor) in plain and tensor.dtype in _EXPERT_DTYPES
-                ):
+            module = call.module
+            if not (call in self.experts or "experts" in type(module).__name__.lower()):
+                continue
+            for name, tensor in _own_tensors(module):
+                plain = type(tensor) in (nn.Parameter, Tensor) and tensor.dtype in _EXPERT_DTYPES
+                if tensor.dim() >= 3 and not plain:
                     raise self._refuse(
                         f"{call.path}.{name} is quantised ({type(tensor).__name__},"
                         f" {tensor.dtype}), and experts are patched in floating point only: load"
                         " the model without quantisation, as with Mxfp4Config(dequantize=True), or"
                         " keep its experts out of it (modules_to_not_convert)"
                     )
-
-    def _streams(self) -> int:
-        """How many residual streams the block carries, as (B, T, n, d) or side by side in (B, T,
-        n·d): a context layer reads one of width d.
-        """
-        given = self.block.given.now
-        read = self.mixers[0].given.now.shape
-        if given.dim() == 4:
-            return given.shape[2] if given.shape[:2] == read[:2] else 1
-        several, rest = divmod(given.shape[-1], read[-1])
-        return 1 if rest else several
 
     # -- blocks with an MLP
 
@@ -259,37 +209,47 @@ class _Reading:
             found["readers"] = tuple(call.path for call in readers)
             found["routers"] = tuple(call.path for call in readers if call.several)
         for experts in self.experts:
-            found["expert_bias"] = PatchedExperts.has_output_bias(experts.module)
+            found["expert_bias"] = bool(getattr(experts.module, "has_bias", False))
             found["experts_scale_input"] = PatchedScaledExperts.fits(experts.module)
-            if not parallel or ending.down is None:
+            if not parallel or "down" not in ending:
                 found["experts"] = experts.path
         found["transposed"] = tuple(self._transposed([*readers, *downs]))
         return self._spec(ending, self._residuals(parallel), **found)
 
-    def _spec(self, ending: _Ending, residuals: list[tuple[str, ...]], **found: Any) -> BlockSpec:
+    def _spec(
+        self, ending: dict[str, Call], residuals: list[tuple[str, ...]], **found: Any
+    ) -> BlockSpec:
         """The form with this ending, and with what is ``found`` of it already."""
+        down, post_norm = ending.get("down"), ending.get("post_norm")
+        if post_norm is not None:
+            writer = Writer.SCALE
+        elif down is None:
+            writer = Writer.EXPERTS
+        else:
+            biased = isinstance(getattr(down.module, "bias", None), Tensor)
+            writer = Writer.BIAS if biased else Writer.WEIGHT
         closing = [
             call
             for call in self.norms
-            if call is not ending.norm and call.made.same_as(self.block.made)
+            if call is not post_norm and call.made.same_as(self.block.made)
         ]
-        final_norm = closing[-1] if closing else None  # of a post-LN block
-        made = self.block.made if final_norm is None else final_norm.given
+        found |= {name: call.path for name, call in ending.items()}
+        made = self.block.made
+        if closing:  # a post-LN block
+            found["final_norm"], made = closing[-1].path, closing[-1].given
         return BlockSpec(
-            writer=ending.writer,
-            down=_path(ending.down),
-            post_norm=_path(ending.norm),
-            inner_norm=_path(ending.inner),
-            addend=_path(ending.addend),
-            final_norm=_path(final_norm),
+            writer=writer,
             dtype=str(made.now.dtype).removeprefix("torch."),
-            **self._explain(residuals, ending, made),
-            **self._norm_form([norm for norm in (ending.norm, ending.inner) if norm is not None]),
+            **self._explain(residuals, post_norm or down or self.experts[0], made),
+            **self._norm_form([ending[x] for x in ("post_norm", "inner_norm") if x in ending]),
             **found,
         )
 
-    def _ending(self, readers: list[Call], downs: list[Call]) -> _Ending:
-        """The last modules of the MLP."""
+    def _ending(self, readers: list[Call], downs: list[Call]) -> dict[str, Call]:
+        """The last modules of the MLP, by their names in the form: its output matrix, if the
+        experts do not end it, the norm of a scale writer, and what that norm reads beside the
+        matrix.
+        """
         last = max(downs + self.experts, key=self.calls.index, default=None)
         if last is None:
             raise self._refuse(
@@ -298,28 +258,23 @@ class _Reading:
                 " (gate_up_proj and down_proj of three dimensions), JetMoE's or DBRX's"
             )
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
-        down = None if last in self.experts else last
-        for norm in after:
+        down = {} if last in self.experts else {"down": last}
+        for place, norm in enumerate(after, 1):
             if norm.given.same_as(last.made):
-                return (self._nested_ending(norm) if self.experts else None) or _Ending(down, norm)
-            addend = self._other_term(norm.given, last.made)
-            if addend is not None:
-                return _Ending(down, norm, addend=addend)
+                for outer in after[place:] if self.experts else []:
+                    if addend := self._other_term(outer.given, norm.made):
+                        return {"post_norm": outer, "inner_norm": norm, "addend": addend}
+                return {"post_norm": norm, **down}
+            if addend := self._other_term(norm.given, last.made):
+                return {"post_norm": norm, "addend": addend, **down}
         gates = [call for call in readers if call.made.now.shape[-1] == 1]
         if not self.experts or (downs and not gates):
-            return _Ending(downs[-1])
+            return {"down": downs[-1]}
         if PatchedScaledExperts.fits(self.experts[0].module):
             raise self._refuse(
                 f"{self.experts[0].path} scales what it reads, and nothing beside it can write"
             )
-        return _Ending()
-
-    def _nested_ending(self, inner: Call) -> _Ending | None:
-        """A norm of the sum of the experts' norm and of another module's output."""
-        for norm in self.norms[self.norms.index(inner) + 1 :]:
-            if (addend := self._other_term(norm.given, inner.made)) is not None:
-                return _Ending(norm=norm, inner=inner, addend=addend)
-        return None
+        return {}
 
     def _other_term(self, total: Value, term: Value) -> Call | None:
         """The module of the MLP for which ``term`` plus the module's output is ``total``."""
@@ -360,33 +315,32 @@ class _Reading:
             *((f"output of {mixer.path}",) for mixer in self.mixers),  # with the sum inside (DBRX)
         ]
 
-    def _factors(self, holders: list[Call]) -> list[float]:
-        """The candidates for the numbers by which the block multiplies its residual stream and its
-        writer's output: attributes of the modules around the writer, and 1.
-        """
-        modules = [self.module, *(call.module for call in holders)]
-        found = [
-            value
-            for module in modules
-            for name, value in vars(module).items()
-            if name.endswith(_FACTORS) and isinstance(value, float)
-        ]
-        return list(dict.fromkeys([*found, 1.0]))
-
     def _explain(
-        self, residuals: list[tuple[str, ...]], ending: _Ending, made: Value
+        self, residuals: list[tuple[str, ...]], writer: Call, made: Value
     ) -> dict[str, Any]:
         """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
-        the block's output, or the sum that it computes further with.
+        the block's output, or the sum that it computes further with. Candidates for the numbers are
+        attributes of the modules around the writer, and 1.
 
         A candidate that gives the output to the last bit is taken: that proves it.
         """
-        writer = (ending.norm or ending.down or self.experts[0]).path
-        holders = [call for call in self.calls if inside(writer, call.path)]
-        for residual, mlp in product(residuals, holders):
-            for found, total, terms, scale in self._sums(residual, mlp, holders, made):
-                if is_sum(total, terms, scale):
-                    return found
+        holders = [call for call in self.calls if inside(writer.path, call.path)]
+        factors = [
+            value
+            for module in (self.module, *(call.module for call in holders))
+            for name, value in vars(module).items()
+            if name.endswith(_FACTORS) and isinstance(value, float)
+        ]
+        factors = list(dict.fromkeys([*factors, 1.0]))
+        for residual, mlp, branch, factor in product(residuals, holders, factors, factors[::-1]):
+            found = {"residual": residual, "residual_multiplier": branch}
+            if factor != 1:
+                found["residual_factor"] = factor
+            stream = [times(self._tap(name), factor) for name in residual]
+            terms = [*stream, times(mlp.made.now, branch)]
+            for form, total, parts, scale in self._sums(terms, mlp, branch, holders, made):
+                if (factor == 1 or not form) and is_sum(total, parts, scale):
+                    return found | form
         raise self._refuse(
             "its output is not its residual stream plus what its MLP ends in, each times 1 or an"
             " attribute that ends in multiplier, scale or factor: what attention changes cannot be"
@@ -394,63 +348,31 @@ class _Reading:
         )
 
     def _sums(
-        self, residual: tuple[str, ...], mlp: Call, holders: list[Call], made: Value
+        self, terms: list[Tensor], mlp: Call, branch: float, holders: list[Call], made: Value
     ) -> Iterator[tuple[dict[str, Any], Tensor, list[Tensor], Tensor | float]]:
-        """The sums that the block's output may be: the form, the tensor to explain, its terms, and
-        the factor of their sum.
+        """The sums that the block's output may be: what the form then says, the tensor to explain,
+        its terms, and the factor of their sum.
         """
-        hidden, output = [self._tap(name) for name in residual], made.now
-        written = next(index for index, call in enumerate(self.calls) if call is holders[0])
-        later = [call.given.now for call in self.calls[written + 1 :] if call not in holders]
-        factors = self._factors(holders)
-        for branch, factor in product(factors, reversed(factors)):
-            stream = [times(x, factor) for x in hidden]
-            added = times(mlp.made.now, branch)
-            found = {"residual": residual, "residual_multiplier": branch}
-            if factor != 1:
-                found["residual_factor"] = factor
-            yield found, output, [*stream, added], 1.0
-            for beside in self._beside(mlp, holders):
-                yield found, output, [*stream, added, times(beside, branch)], 1.0
-            if factor != 1:
-                continue
-            for x in later:
-                yield found | {"continues_after_sum": True}, x, [*stream, added], 1.0
-            for name, weight in self._own_weights():
-                if weight.numel() == 1:
-                    yield found | {"continues_after_sum": True}, output, [*stream, added], weight
-                elif len(hidden) == 1 and weight.shape == hidden[0].shape[-1:]:
-                    terms = [weight * hidden[0], added]
-                    yield found | {"residual_weight": name}, output, terms, 1.0
-
-    def _beside(self, mlp: Call, holders: list[Call]) -> Iterator[Tensor]:
-        """Outputs that other modules of the MLP may add, beside the one that holds the writer."""
-        given = mlp.made.now
-        for call in self.calls if mlp is holders[-1] else []:
-            if call.made.now.numel() == given.numel() and call not in holders:
-                yield call.made.now
-
-    def _own_weights(self) -> list[tuple[str, Tensor]]:
-        """The block's own parameters and buffers: candidates for a factor of the residual stream if
-        they are as wide, for one of the sum if they have one element.
-        """
-        own: list[tuple[str, Tensor]] = [*self.module.named_parameters(recurse=False)]
-        own += self.module.named_buffers(recurse=False)
-        return [(name, weight_of(self.module, name)) for name, _ in own]
+        output, others = made.now, [call for call in self.calls if call not in holders]
+        yield {}, output, terms, 1.0
+        for call in others if mlp is holders[-1] else []:  # what the MLP may add beside its writer
+            yield {}, output, [*terms, times(call.made.now, branch)], 1.0
+        written = self.calls.index(holders[0])
+        for call in others:
+            if self.calls.index(call) > written:
+                yield {"continues_after_sum": True}, call.given.now, terms, 1.0
+        for name, _ in _own_tensors(self.module):
+            weight = weight_of(self.module, name)
+            if weight.numel() == 1:
+                yield {"continues_after_sum": True}, output, terms, weight
+            elif len(terms) == 2 and weight.shape == terms[0].shape[-1:]:
+                yield {"residual_weight": name}, output, [weight * terms[0], terms[1]], 1.0
 
     def _tap(self, name: str) -> Tensor:
         side, _, path = name.partition(" of ")
-        call = (
-            self.block
-            if not path
-            else next(call for call in self.calls + self.mixers if call.path == path)
-        )
-        value = (call.given if side == "input" else call.made).now
-        return (
-            value.reshape(self.block.given.now.shape[-3:])
-            if self.block.given.now.dim() == 3
-            else value
-        )
+        calls = self.calls + self.mixers
+        call = next((call for call in calls if call.path == path), self.block)
+        return (call.given if side == "input" else call.made).now
 
     def _transposed(self, matrices: list[Call]) -> Iterator[str]:
         for call in matrices:
@@ -494,4 +416,4 @@ class _Reading:
         if down is None:
             raise self._refuse(f"{mixer.path} does not end in a matrix")
         self.calls = self.trace.calls[:-1]
-        return self._spec(_Ending(down), [("input of ",)], mixer=True)
+        return self._spec({"down": down}, [("input of ",)], mixer=True)

@@ -102,32 +102,26 @@ class BlockSpec:
         inside = self.writer is Writer.SCALE and self.down is None and update != "direct"
         return inside or self.writer is Writer.EXPERTS
 
-    def factor_names(self, update: str) -> dict[str, str]:
-        """The names of the block's factors, each with the kind of its last dimension, see
-        :mod:`icl_patch.patch.context_patch`.
-        """
-        names = {f"{reader}.u": "out" for reader in self.readers}
+    def factor_names(self, update: str) -> list[str]:
+        """The names of the block's factors, see :mod:`icl_patch.patch.context_patch`."""
+        names = [f"{reader}.u" for reader in self.readers]
         if self.reads:
-            names["readers.v"] = "hidden"
-        names |= {f"{part}.v": "hidden" for part in self.separately_normed}
+            names.append("readers.v")
+        names += [f"{part}.v" for part in self.separately_normed]
         if self.experts is not None:
-            names[f"{self.experts}.index"] = "index"
-            names |= {f"{self.experts}.gate_up_proj.u": "slots"} if self.reads else {}
+            names.append(f"{self.experts}.index")
+            names += [f"{self.experts}.gate_up_proj.u"] if self.reads else []
         if self.experts_write(update):
             part = f"{self.experts}.down_proj"
-            names |= (
-                {f"{part}.bias_change": "hidden"}
-                if self.expert_bias
-                else {f"{part}.u": "hidden", f"{part}.v": "slots"}
-            )
+            names += [f"{part}.bias_change"] if self.expert_bias else [f"{part}.u", f"{part}.v"]
         if self.inner_norm is not None and update != "direct":
-            names |= {f"{self.inner_norm}.new_scale": "hidden", f"{self.inner_norm}.scale": "norm"}
+            names += [f"{self.inner_norm}.new_scale", f"{self.inner_norm}.scale"]
         if self.writer is Writer.BIAS:
-            return names | {f"{self.down}.bias_change": "hidden"}
+            return [*names, f"{self.down}.bias_change"]
         if self.down is not None and (self.writer is Writer.WEIGHT or update != "direct"):
-            names |= {f"{self.down}.u": "hidden", f"{self.down}.v": "out"}
+            names += [f"{self.down}.u", f"{self.down}.v"]
         if self.writer is Writer.SCALE:
-            names |= {f"{self.post_norm}.new_scale": "hidden", f"{self.post_norm}.scale": "norm"}
+            names += [f"{self.post_norm}.new_scale", f"{self.post_norm}.scale"]
         return names
 
     def to_json(self) -> dict[str, Any]:

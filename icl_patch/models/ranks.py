@@ -10,7 +10,6 @@ What the ranks tell each other goes through a process group of their own. It wai
 model's own groups, whose errors it carries.
 """
 
-import builtins
 import hashlib
 import os
 import weakref
@@ -25,10 +24,12 @@ from torch import Tensor, nn
 
 from icl_patch import errors
 from icl_patch._version import __version__
-from icl_patch.errors import RankError
+from icl_patch.errors import RankError, UnsupportedModelError
 
 DEFAULT_TIMEOUT = 300.0
 _Result = TypeVar("_Result")
+# besides those of icl_patch.errors; any other one is told in words
+_KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}
 _known: "weakref.WeakKeyDictionary[nn.Module, Ranks]" = weakref.WeakKeyDictionary()
 
 
@@ -53,6 +54,15 @@ def ranks_of(model: nn.Module, timeout: float | None = None) -> "Ranks":
     if timeout is not None:
         known.set_timeout(timeout)
     return known
+
+
+def check_one_process(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for a model that is split over processes."""
+    if (size := ranks_of(model).size) > 1:
+        raise UnsupportedModelError(
+            f"expected {type(model).__name__} in one process, got it split over {size}: spread it"
+            " over devices with device_map"
+        )
 
 
 class Ranks:
@@ -99,8 +109,6 @@ class Ranks:
 
     def call(self, name: str, work: Callable[[], _Result]) -> _Result:
         """``work()`` of a public call ``name``, which all ranks make."""
-        if self.size == 1:
-            return work()
         self.agree({"the call": name})
         return self.shared(work)
 
@@ -110,15 +118,12 @@ class Ranks:
         Raises:
             RankError: a rank has ended or does not answer.
         """
-        if self.size == 1:
-            return work()
         try:
             result = work()
         except BaseException as error:
-            if getattr(error, "on_all_ranks", False):
-                raise
-            self._meet("shared", error=error)
-            raise AssertionError("ranks that went on after an error") from error
+            if self.size > 1 and not getattr(error, "on_all_ranks", False):
+                self._meet("shared", error=error)  # which raises
+            raise
         self._meet("shared")
         return result
 
@@ -128,11 +133,8 @@ class Ranks:
         Raises:
             RankError: they differ, or a rank does not answer.
         """
-        if self.size == 1:
-            return
-        found = self.exchange({name: str(fact) for name, fact in facts.items()})
-        first = found[0]
-        for rank, other in zip(self.ranks, found, strict=True):
+        first, *others = self.exchange({name: str(fact) for name, fact in facts.items()})
+        for rank, other in zip(self.ranks[1:], others, strict=True):
             for name in {**first, **other}:
                 if first.get(name) != other.get(name):
                     got = f"{first.get(name)} on rank {self.ranks[0]}"
@@ -145,54 +147,46 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is True on some rank."""
-        return flag if self.size == 1 else self._meet("any", flag)
-
-    def _meet(self, place: str, flag: bool = False, error: BaseException | None = None) -> bool:
-        """Whether the flag is True on some rank; raises if one of them has an error, is at another
-        place, or does not come.
-        """
-        number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
-        found = torch.tensor([int(error is not None), int(flag), number, -number])
-        self._answered(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
-        if found[0]:
-            self._raise_first(error)
-        if found[2] != -found[3]:
-            self._gather(place, None)  # which raises
-        return bool(found[1])
-
-    def _raise_first(self, error: BaseException | None) -> NoReturn:
-        """Raise the error of the first rank that has one of its own, on every rank."""
-        word = None if error is None else (_is_lost(error), type(error).__name__, str(error))
-        words = zip(self._gather("error", word), self.ranks, strict=True)
-        found = [(*word, rank) for word, rank in words if word]
-        lost, kind, message, rank = min(found, key=lambda each: each[0])
-        message = f"{message} (on rank {rank})"
-        if any(each[0] for each in found):  # a message has not come: the groups are of no more use
-            self._lost = message
-        if error is not None and not isinstance(error, Exception):
-            raise error  # an interrupt
-        known: Any = getattr(errors, kind, None) or getattr(builtins, kind, None)
-        if not lost and isinstance(known, type) and issubclass(known, Exception):
-            raise on_all_ranks(_made(known, message)) from error
-        raise on_all_ranks(RankError(f"{kind}: {message}")) from error
-
-    # -- words and tensors
+        return any(self._meet("any", flag))
 
     def exchange(self, word: Any) -> list[Any]:
         """What every rank says, an object that can be pickled, in the order of the ranks."""
+        return self._meet("exchange", word)
+
+    def _meet(self, place: str, word: Any = None, error: BaseException | None = None) -> list[Any]:
+        """What every rank says at this place; raises if one of them has an error, is at another
+        place, or does not come.
+        """
         if self.size == 1:
             return [word]
-        self._meet("exchange")
-        return self._gather("exchange", word)
-
-    def _gather(self, place: str, word: Any) -> list[Any]:
+        failure = None if error is None else (_is_lost(error), type(error).__name__, str(error))
         found: list[Any] = [None] * self.size
-        self._answered(lambda: dist.all_gather_object(found, (place, word), self._group))
-        places = [place for place, _ in found]
+        self._answered(lambda: dist.all_gather_object(found, (place, word, failure), self._group))
+        failures = [
+            (*said[2], rank) for said, rank in zip(found, self.ranks, strict=True) if said[2]
+        ]
+        if failures:
+            self._raise_first(failures, error)
+        places = [said[0] for said in found]
         if len({*places}) > 1:
             self._lost = f"the ranks are at different places: {', '.join(places)}"
             raise on_all_ranks(RankError(self._lost))
-        return [content for _, content in found]
+        return [said[1] for said in found]
+
+    def _raise_first(
+        self, failures: list[tuple[bool, str, str, int]], error: BaseException | None
+    ) -> NoReturn:
+        """Raise the error of the first rank that has one of its own, on every rank."""
+        lost, kind, message, rank = min(failures, key=lambda each: each[0])
+        message = f"{message} (on rank {rank})"
+        if any(each[0] for each in failures):  # a message has not come: the groups are of no use
+            self._lost = message
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt
+        known = _KNOWN.get(kind) or getattr(errors, kind, None)
+        if known is not None and not lost:
+            raise on_all_ranks(known(message)) from error
+        raise on_all_ranks(RankError(f"{kind}: {message}")) from error
 
     def _answered(self, communicate: Callable[[], _Result]) -> _Result:
         """``communicate()``; raises RankError if a rank is lost, now or before."""
@@ -250,13 +244,6 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and ("gloo" in str(error) or "NCCL" in str(error))
     )
-
-
-def _made(kind: type[Exception], message: str) -> Exception:
-    try:
-        return kind(message)
-    except TypeError:  # it wants more
-        return RankError(f"{kind.__name__}: {message}")
 
 
 def on_all_ranks(error: Exception) -> Exception:

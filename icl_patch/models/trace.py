@@ -116,56 +116,47 @@ def outermost(calls: Iterable[Call]) -> list[Call]:
     ]
 
 
-@contextmanager
-def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iterator[None]:
+def _trace_block(
+    path: str, block: nn.Module, traces: dict[str, BlockTrace], hooks: ExitStack
+) -> None:
+    names = {module: name for name, module in block.named_modules()}
     calls: list[Call] = []
     alive: list[Tensor] = []
-    starts: dict[str, list[tuple[Value | None, bool]]] = {}
+    starts: list[tuple[Value | None, bool]] = []  # of the calls that have not returned
     device = device_of(block)  # to which its hooks bring an input from the block before
 
-    def before(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor, value = first_tensor((*args, kwargs)), None
-            if tensor is not None:
-                alive.append(tensor.to(device))
-                value = Value.of(alive[-1])
-            sees_context = any(key in kwargs for key in _CONTEXT_INPUTS)
-            starts.setdefault(name, []).append((value, sees_context))
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor, value = first_tensor((*args, kwargs)), None
+        if tensor is not None:
+            alive.append(tensor.to(device))
+            value = Value.of(alive[-1])
+        starts.append((value, any(key in kwargs for key in _CONTEXT_INPUTS)))
 
-        return hook
+    def after(module: nn.Module, _args: Any, out: Any) -> None:
+        (given, sees_context), made = starts.pop(), first_tensor(out)
+        if given is not None and made is not None:
+            alive.append(made)
+            of_made, several = Value.of(made), isinstance(out, tuple)
+            calls.append(Call(names[module], module, given, of_made, sees_context, several))
+            if module is block:
+                traces[path] = BlockTrace(path, block, calls)
+        if module is block:
+            alive.clear()
 
-    def after(name: str) -> Any:
-        def hook(module: nn.Module, _args: Any, out: Any) -> None:
-            given, sees_context = starts[name].pop()
-            made = first_tensor(out)
-            if given is not None and made is not None:
-                alive.append(made)
-                calls.append(
-                    Call(name, module, given, Value.of(made), sees_context, isinstance(out, tuple))
-                )
-            if not name:
-                alive.clear()
-
-        return hook
-
-    with ExitStack() as hooks:
-        for name, module in block.named_modules():
-            hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(after(name)).remove)
-        yield
-    if calls and calls[-1].path == "":
-        traces[path] = BlockTrace(path, block, calls)
+    for module in names:
+        hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(module.register_forward_hook(after).remove)
 
 
 @contextmanager
 def tracing(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, BlockTrace]]:
-    """Within this context the calls in each of the layers are kept; a layer that did not run once
-    is left out of the result.
+    """Within this context the calls in each of the layers are kept; a layer that did not run is
+    left out of the result.
     """
     traces: dict[str, BlockTrace] = {}
-    with ExitStack() as stack:
+    with ExitStack() as hooks:
         for path, layer in layers.items():
-            stack.enter_context(_tracing(path, layer, traces))
+            _trace_block(path, layer, traces, hooks)
         yield traces
 
 
@@ -174,10 +165,7 @@ def trace(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
 ) -> dict[str, BlockTrace]:
     """:func:`tracing` of one forward of the model on ``ids`` (B, T)."""
-    mask, positions = (
-        torch.ones_like(ids),
-        torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
-    )
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     with tracing(layers) as traces:
-        call(model, ids, mask, positions, new_cache(model))
+        call(model, ids, torch.ones_like(ids), positions, new_cache(model))
     return traces

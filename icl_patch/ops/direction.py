@@ -1,11 +1,11 @@
 """The direction v of a rank-1 change ``u vᵀ``: the vector with ``v·z = 1``."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from icl_patch.checks import FLOATS
+from icl_patch.checks import check_floating
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import Op
 
@@ -42,8 +42,7 @@ def read_direction(
     shape = z.shape
     if not shape:
         raise ValueError("expected z (..., K), got a tensor without dimensions")
-    if z.dtype not in FLOATS:
-        raise TypeError(f"expected z in fp64, fp32, bf16 or fp16, got {z.dtype}")
+    check_floating("z", z)
     dtype = dtype or reference.accumulation_dtype(z)
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"expected dtype torch.float32 or torch.float64, got {dtype}")
@@ -63,13 +62,9 @@ def _reference(rows: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
     return reference.read_direction(rows, torch.float64 if wide else torch.float32)
 
 
-def _check(*_: Any) -> None:
-    """Nothing is left to check."""
-
-
 _read_direction = Op(
     "read_direction",
-    _check,
+    lambda *_: None,  # it is checked
     _reference,
     native_fp64=True,
     triton_if=lambda rows, wide: not wide and rows.shape[-1] > 0,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from icl_patch.checks import check_eps, check_floats, check_matrix
+from icl_patch.checks import check_inversion, check_stable_scale
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import native_serves
 from icl_patch.ops.reference import RMSNormInverse, StableScale
@@ -41,12 +41,7 @@ def invert_rmsnorm(
 
     Source: Goldwaser et al. (2025), Appendix B.2, with the hard case and the norm's eps added.
     """
-    _check_rows("target", target, scale, eps)
-    if rms.shape != target.shape[:1]:
-        raise ValueError(f"expected rms ({target.shape[0]},), got {tuple(rms.shape)}")
-    if fallback is not None and fallback.shape != target.shape:
-        raise ValueError(f"expected fallback {tuple(target.shape)}, got {tuple(fallback.shape)}")
-    check_floats(target=target, scale=scale, rms=rms, fallback=fallback)
+    check_inversion(target, scale, rms, eps, fallback)
     if not native_serves(target.device.type):
         return reference.invert_rmsnorm(target, scale, rms, eps, fallback)
     with torch.no_grad():
@@ -81,25 +76,9 @@ def stable_scale(
 
     Source: Goldwaser et al. (2025), Appendix B, with ``Δm = r ⊘ h_norm`` in closed form.
     """
-    _check_rows("delta", delta, scale, eps)
-    if hidden_down.shape != delta.shape:
-        raise ValueError(
-            f"expected hidden_down {tuple(delta.shape)}, got {tuple(hidden_down.shape)}"
-        )
-    check_floats(delta=delta, scale=scale, hidden_down=hidden_down)
+    check_stable_scale(delta, scale, hidden_down, eps)
     if not native_serves(delta.device.type):
         return reference.stable_scale(delta, scale, hidden_down, eps)
     with torch.no_grad():
         parts = torch.ops.icl_patch.stable_scale(delta, scale, hidden_down, eps)
     return StableScale(*parts)
-
-
-def _check_rows(name: str, rows: Tensor, scale: Tensor, eps: float) -> None:
-    """Rows (B, n) with n ≥ 1, the norm's scale and its eps."""
-    check_matrix(name, rows)
-    batch, n = rows.shape
-    if n == 0:
-        raise ValueError(f"expected {name} (B, n) with n ≥ 1, got n = 0")
-    if scale.shape not in ((n,), (batch, n)):
-        raise ValueError(f"expected scale ({n},) or ({batch}, {n}), got {tuple(scale.shape)}")
-    check_eps(eps)

@@ -208,15 +208,6 @@ def add_low_rank(
     return run(y, z, u, v, index, out_dtype)
 
 
-def _check_record_linear(
-    z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None, **_: Any
-) -> None:
-    check_record_linear(z_pair, weight, bias)
-    expected = (len(z_pair) // 2, z_pair.shape[1])
-    if v.shape != expected:
-        raise ValueError(f"expected a direction of {expected}, got {tuple(v.shape)}")
-
-
 def _reference_patched_linear(
     z: Tensor,
     weight: Tensor,
@@ -268,7 +259,7 @@ _patched_linear = Op(
 )
 _record_linear = Op(
     "record_linear",
-    _check_record_linear,
+    lambda z_pair, weight, v, bias, **_: check_record_linear(z_pair, weight, bias, v),
     _reference_record_linear,
     native_if=_is_native_gemv,
     triton_if=lambda *_, direction, path: direction.coeff is not None,

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from icl_patch.checks import check_eps, check_floats, check_norm_pair, check_rms_norm
+from icl_patch.checks import check_eps, check_floating, check_norm_pair, check_rms_norm
 from icl_patch.ops import reference
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import Op
@@ -28,7 +28,7 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
         TypeError: x is not floating.
         ValueError: ``eps`` does not fit.
     """
-    check_floats(x=x)
+    check_floating("x", x)
     check_eps(eps)
     return reference.rms_normalize(x, eps)
 

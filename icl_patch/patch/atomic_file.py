@@ -54,10 +54,8 @@ def _permissions(target: Path) -> int | None:
         mode = target.stat().st_mode
     except FileNotFoundError:
         return None
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "expected the name of a file, got a folder")
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "expected the name of a regular file, got a device or the like")
+        raise OSError(errno.EINVAL, "expected the name of a regular file, got a folder or device")
     return stat.S_IMODE(mode)
 
 

@@ -23,7 +23,6 @@ ids, masks, positions and slots as lists.
 """
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -33,24 +32,19 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.errors import FingerprintMismatch, PatchFormatError, TokenPatchWarning
+from icl_patch.errors import FingerprintMismatch, PatchFormatError
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, check_same_model, tokenizer_fingerprint
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
-from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import (
     TOKEN_TENSORS,
     PatchInfo,
     check_finite,
     check_fit,
     file_parts,
-    read_blocks,
-    read_file,
-    read_info,
-    read_layers,
-    read_tokens,
+    read_patch,
 )
 
 
@@ -258,67 +252,6 @@ class ContextPatch:
             for name, materialised in change.materialised(row, token):
                 yield f"{path}.{name}", materialised
 
-    def to_peft(
-        self,
-        folder: str | os.PathLike[str],
-        model: PreTrainedModel,
-        *,
-        row: int = 0,
-        token: int = -1,
-        scales: bool = False,
-    ) -> int:
-        """Write one token's changes as a LoRA of rank 1 in the layout of PEFT.
-
-        The LoRA is exact for that token, its history and its position only; a
-        :class:`icl_patch.errors.TokenPatchWarning` says so.
-
-        Args:
-            folder: is made; its two files are replaced.
-            model: the patch's model.
-            row, token: the kept token to take the change of; by default the last of the first row.
-            scales: write the new scales of norms whole, as ``modules_to_save``. PEFT loads them,
-                vLLM does not.
-
-        Returns:
-            The rank in the files.
-
-        Raises:
-            FingerprintMismatch: the patch is of another model.
-            ValueError: a factor changes a bias or experts, or a scale without ``scales``, which a
-                LoRA cannot hold; there is no such row or token; or layers were cut out.
-        """
-        self.check_model(model)
-        if len(self.layers) != len(self.blocks):
-            raise ValueError("expected a patch with all its layers, got a part of one")
-        self.of_token(row, token)  # checks both
-        at = token % int(self.kept_mask[row].sum())
-        factors, transposed, norms = {}, set(), {}
-        for place, change in self._changes():
-            block = self.blocks[self.layer_indices[place]]
-            path = block.path_of(change.name)
-            if scales and change.is_scale:
-                new_scale = self.layers[place][f"{change.name}.new_scale"][row, at]
-                norms[path] = new_scale - block.spec.scale_offset  # the weight as it is stored
-                continue
-            if change.v is None or change.index is not None:
-                kind = "experts" if change.index is not None else f"a {change.parameter} vector"
-                cure = "scales=True writes it for PEFT, or " if change.is_scale else ""
-                raise ValueError(
-                    f"expected changes of matrices alone for a LoRA, got one of {kind} at {path}:"
-                    f" {cure}fit a static patch instead (icl_patch.static.fit), which changes"
-                    " matrices"
-                )
-            factors[path] = (change.u[row, at].unsqueeze(0), change.v[row, at].unsqueeze(0))
-            transposed.add(change.transposed)
-        rank = write_peft(folder, factors, self.info.model, transposed, norms)
-        warnings.warn(
-            f"the LoRA in {os.fspath(folder)} holds for one token at one position only, kept token"
-            f" {at} of row {row}. PEFT applies it to every token: for that fit a static patch",
-            TokenPatchWarning,
-            stacklevel=2,
-        )
-        return rank
-
     # -- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -369,18 +302,12 @@ class ContextPatch:
 
         Raises:
             PatchFormatError: the file is no patch file; or it has another SHA-256 than it names; or
-                tensors are missing, extra, of the wrong shape or not finite; or it names experts
-                that the model does not have.
+                an entry or a tensor is missing, or there are others; or it does not fit the model.
             FingerprintMismatch: the patch was computed with other weights, another dtype or another
                 tokenizer than the given ones.
             OSError: the file cannot be read.
         """
-        header, tensors = read_file(path)
-        info, blocks = read_info(header), read_blocks(header)
-        tokens: dict[str, Any] = read_tokens(header)
-        layers = read_layers(header, tensors, info, blocks, tokens["kept_ids"].shape)
-        patch = cls(info, tuple(layers.values()), tuple(layers), blocks, **tokens)
-        return patch.fitted_to(model, tokenizer)
+        return cls(**read_patch(path)).fitted_to(model, tokenizer)
 
     def fitted_to(
         self, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None = None

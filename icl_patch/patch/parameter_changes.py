@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from icl_patch.models.block_spec import BlockSpec, Writer
+from icl_patch.models.block_spec import BlockSpec
 from icl_patch.patch.low_rank import LowRank
 
 
@@ -29,11 +29,6 @@ class ParameterChange:
     v: Tensor | None = None
     index: Tensor | None = None
     transposed: bool = False
-
-    @property
-    def is_scale(self) -> bool:
-        """Whether it changes the scale of a norm."""
-        return self.v is None and self.index is None and self.parameter == "weight"
 
     def size(self) -> Tensor:
         """``‖u‖ ‖v‖``, ``‖Δb‖`` or ``‖Δm‖``: (B, T)."""
@@ -82,61 +77,33 @@ class ParameterChange:
 
 def parameter_changes(spec: BlockSpec, layer: Mapping[str, Tensor]) -> Iterator[ParameterChange]:
     """The changes that a block's factors give, in the order of its modules."""
+
+    def read_by(part: str) -> Tensor:
+        return layer[f"{part}.v" if part in spec.separately_normed else "readers.v"]
+
     for reader in spec.readers:
-        yield ParameterChange(
-            reader,
-            "weight",
-            layer[f"{reader}.u"],
-            _read_v(spec, layer, reader),
-            transposed=reader in spec.transposed,
-        )
+        u, transposed = layer[f"{reader}.u"], reader in spec.transposed
+        yield ParameterChange(reader, "weight", u, read_by(reader), transposed=transposed)
     if spec.experts is not None:
-        yield from _of_experts(spec, layer)
-    if f"{spec.down}.bias_change" in layer:
-        yield ParameterChange(str(spec.down), "bias", layer[f"{spec.down}.bias_change"])
-    if f"{spec.down}.u" in layer:
-        yield ParameterChange(
-            str(spec.down),
-            "weight",
-            layer[f"{spec.down}.u"],
-            layer[f"{spec.down}.v"],
-            transposed=spec.down in spec.transposed,
-        )
+        path, index = spec.experts, layer[f"{spec.experts}.index"]
+        transposed = path in spec.transposed
+        read, written = f"{path}.gate_up_proj", f"{path}.down_proj"
+        if spec.reads:
+            u = layer[f"{read}.u"]
+            yield ParameterChange(read, "", u, read_by(path), index, transposed)
+        if f"{written}.bias_change" in layer:
+            bias = layer[f"{written}.bias_change"]
+            yield ParameterChange(f"{written}_bias", "", bias, None, index)
+        if f"{written}.u" in layer:
+            u, v = layer[f"{written}.u"], layer[f"{written}.v"]
+            yield ParameterChange(written, "", u, v, index, transposed)
+    down = str(spec.down)
+    if f"{down}.bias_change" in layer:
+        yield ParameterChange(down, "bias", layer[f"{down}.bias_change"])
+    if f"{down}.u" in layer:
+        u, v, transposed = layer[f"{down}.u"], layer[f"{down}.v"], down in spec.transposed
+        yield ParameterChange(down, "weight", u, v, transposed=transposed)
     for norm in (spec.inner_norm, spec.post_norm):
         if f"{norm}.new_scale" in layer:
-            yield ParameterChange(
-                str(norm), "weight", layer[f"{norm}.new_scale"] - layer[f"{norm}.scale"]
-            )
-
-
-def _read_v(spec: BlockSpec, layer: Mapping[str, Tensor], part: str) -> Tensor:
-    """The ``v`` of a reader: its own, or that of all."""
-    return layer[f"{part}.v" if part in spec.separately_normed else "readers.v"]
-
-
-def _of_experts(spec: BlockSpec, layer: Mapping[str, Tensor]) -> Iterator[ParameterChange]:
-    path, index, transposed = (
-        spec.experts,
-        layer[f"{spec.experts}.index"],
-        spec.experts in spec.transposed,
-    )
-    if spec.reads:
-        v = _read_v(spec, layer, str(path))
-        yield ParameterChange(
-            f"{path}.gate_up_proj", "", layer[f"{path}.gate_up_proj.u"], v, index, transposed
-        )
-    if spec.writer is not Writer.EXPERTS and f"{path}.down_proj.u" not in layer:
-        return
-    if spec.expert_bias:
-        yield ParameterChange(
-            f"{path}.down_proj_bias", "", layer[f"{path}.down_proj.bias_change"], None, index
-        )
-    else:
-        yield ParameterChange(
-            f"{path}.down_proj",
-            "",
-            layer[f"{path}.down_proj.u"],
-            layer[f"{path}.down_proj.v"],
-            index,
-            transposed,
-        )
+            change = layer[f"{norm}.new_scale"] - layer[f"{norm}.scale"]
+            yield ParameterChange(str(norm), "weight", change)

@@ -2,53 +2,36 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
-from torch import Tensor
+import torch.nn.functional as F
 
 from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.low_rank import LowRank
 
 _PREFIX = "base_model.model."
 # The values that vLLM allows for max_lora_rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def padded_rank(rank: int) -> int:
-    """The smallest rank that vLLM allows and that is not below ``rank``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for allowed in _RANKS:
-        if rank <= allowed:
-            return allowed
-    raise ValueError(
-        f"expected a rank of at most {_RANKS[-1]}, the most that vLLM loads, got {rank}: truncate"
-        " the patch first"
-    )
-
-
 def write_peft(
     folder: str | os.PathLike[str],
-    factors: Mapping[str, tuple[Tensor, Tensor]],
+    changes: Mapping[str, LowRank],
     model: str,
-    transposed: Collection[bool],
-    scales: Mapping[str, Tensor] | None = None,
+    transposed: set[bool],
 ) -> int:
     """Write changes ``ΔW = Σ_r u_r v_rᵀ`` as ``lora_B = uᵀ`` and ``lora_A = v``, padded to one rank
     r, with ``lora_alpha = r``; each of the two files appears whole or not at all.
 
     Args:
         folder: is made.
-        factors: path of the module in the model -> u (R, N) and v (R, K).
+        changes: path of the module in the model -> its change.
         model: the name of the base model.
         transposed: whether the modules store their weights as (in, out), as Conv1D does: one value
             if all agree.
-        scales: path of a norm in the model -> its whole new weight, for ``modules_to_save``.
 
     Returns:
         r.
@@ -56,15 +39,22 @@ def write_peft(
     Raises:
         ValueError: a rank is too large, or some modules are transposed and others are not.
     """
-    if len(set(transposed)) != 1:
+    if len(transposed) != 1:
         raise ValueError(
             "expected modules that all store their weights as (in, out), or none of them, got both:"
             " a LoRA has one fan_in_fan_out"
         )
-    rank = padded_rank(max(len(u) for u, _ in factors.values()))
+    own = max(change.rank for change in changes.values())
+    rank = next((allowed for allowed in _RANKS if own <= allowed), None)
+    if rank is None:
+        raise ValueError(
+            f"expected a rank of at most {_RANKS[-1]}, the most that vLLM loads, got {own}:"
+            " truncate the patch first"
+        )
     tensors = {}
-    for path, (u, v) in factors.items():
-        u, v = (torch.nn.functional.pad(x.float().cpu(), (0, 0, 0, rank - len(x))) for x in (u, v))
+    for path, change in changes.items():
+        padding = (0, 0, 0, rank - change.rank)
+        u, v = (F.pad(x.float().cpu(), padding) for x in (change.u, change.v))
         tensors[f"{_PREFIX}{path}.lora_A.weight"] = v.contiguous()
         tensors[f"{_PREFIX}{path}.lora_B.weight"] = u.T.contiguous()
     config: dict[str, Any] = {
@@ -77,11 +67,8 @@ def write_peft(
         "bias": "none",
         "fan_in_fan_out": next(iter(transposed)),
         "inference_mode": True,
-        "target_modules": sorted(factors),
+        "target_modules": sorted(changes),
     }
-    if scales:
-        tensors |= {f"{_PREFIX}{path}.weight": x.float().cpu() for path, x in scales.items()}
-        config["modules_to_save"] = sorted(scales)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     content = safetensors.torch.save(tensors, {"format": "pt"})

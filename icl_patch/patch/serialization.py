@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import PatchFormatError
-from icl_patch.invariance.arithmetic import ARITHMETICS, MODEL
+from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.pipeline import is_on_another_rank
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
@@ -39,18 +40,7 @@ TOKEN_TENSORS = (
     "prefix_positions",
     "prefix_slots",
 )
-DTYPES = {
-    "torch.float64": torch.float64,
-    "torch.float32": torch.float32,
-    "torch.bfloat16": torch.bfloat16,
-    "torch.float16": torch.float16,
-}
-_ALLOWED: dict[str, Collection[str]] = {
-    "kind": ("per_token",),
-    "arithmetic": ARITHMETICS,
-    "update": UPDATES,
-    "dtype": DTYPES,
-}
+PER_TOKEN = "per_token"
 Header = dict[str, Any]
 
 
@@ -84,7 +74,7 @@ class PatchInfo:
     longest: int
     divisible: bool
     replayable: bool = True
-    kind: str = "per_token"
+    kind: str = PER_TOKEN
     arithmetic: str = MODEL
     tensor_parallel: int = 1
 
@@ -161,22 +151,58 @@ def _digest(before: memoryview, after: memoryview) -> str:
     return digest.hexdigest()
 
 
-# -- the header: the digest proves that it is as it was written, so only its types are checked
+# -- the header: the digest proves that it is as it was written; another version may have written it
 
 
-def read_info(header: Header) -> PatchInfo:
-    """The header's fields of PatchInfo; raises PatchFormatError for one of another type."""
-    if header.get("kind") == "static":
+def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of a :class:`icl_patch.ContextPatch` in a file.
+
+    Raises:
+        PatchFormatError: as :func:`read_file`; or it is of another kind, or an entry is missing.
+        OSError: the file cannot be read.
+    """
+    header, tensors = read_file(path)
+    check_kind(header, PER_TOKEN, "icl_patch.static.StaticPatch.load reads static patches")
+    info = PatchInfo(**read_fields(header, PatchInfo))
+    with reading("blocks, layers and tokens"):
+        entries = [(entry["path"], entry["form"]) for entry in header["blocks"]]
+        blocks = tuple(Block(path, BlockSpec.from_json(form)) for path, form in entries)
+        names = {i: blocks[i].spec.factor_names(info.update) for i in header["layers"]}
+        tokens = {
+            name: torch.tensor(
+                header[name], dtype=torch.bool if name.endswith("mask") else torch.int64
+            )
+            for name in TOKEN_TENSORS
+        }
+        layers = {
+            i: {name: widened(tensors[f"layers.{i}.{name}"]) for name in names[i]} for i in names
+        }
+        if sum(map(len, layers.values())) != len(tensors):
+            raise ValueError(f"{len(tensors)} tensors, of which some are unknown")
+    return {
+        "info": info,
+        "layers": tuple(layers.values()),
+        "layer_indices": tuple(layers),
+        "blocks": blocks,
+        **tokens,
+    }
+
+
+def check_kind(header: Header, kind: str, other: str) -> None:
+    """Raises PatchFormatError unless a file holds a patch of one kind; else ``other`` is said."""
+    if header.get("kind") != kind:
+        raise PatchFormatError(f"expected kind {kind!r}, got {header.get('kind')!r:.80}: {other}")
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raises PatchFormatError in place of the errors of a file that lacks something."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise PatchFormatError(
-            "expected kind one of per_token, got 'static': icl_patch.static.StaticPatch.load reads"
-            " patches that are the same for all tokens"
-        )
-    found = read_fields(header, PatchInfo)
-    for name, allowed in _ALLOWED.items():
-        if found[name] not in allowed:
-            got = f"{found[name]!r:.80}"
-            raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {got}")
-    return PatchInfo(**found)
+            f"expected {what} of a patch of this version, got {error!r:.200}: make the patch again"
+        ) from error
 
 
 def read_fields(header: Header, kind: type, *others: str) -> dict[str, Any]:
@@ -195,103 +221,9 @@ def read_fields(header: Header, kind: type, *others: str) -> dict[str, Any]:
     return found
 
 
-def read_tokens(header: Header) -> dict[str, Tensor]:
-    """The header's ids, masks, positions and slots, of shapes that fit; raises PatchFormatError."""
-    read = {name: _token_tensor(name, header.get(name)) for name in TOKEN_TENSORS}
-    rows, tokens = read["kept_ids"].shape
-    if tokens == 0:
-        raise PatchFormatError(f"expected at least one kept token, got kept_ids {(rows, tokens)}")
-    for name, tensor in read.items():
-        columns = tokens if name in TOKEN_TENSORS[:4] else read["prefix_ids"].shape[1]
-        if tensor.shape != (rows, columns):
-            raise PatchFormatError(f"expected {name} {(rows, columns)}, got {tuple(tensor.shape)}")
-    return read
-
-
-def _token_tensor(name: str, value: Any) -> Tensor:
-    """A header's rows of numbers (of booleans for a mask) as a tensor."""
-    dtype = torch.bool if name.endswith("mask") else torch.int64
-    try:
-        tensor = torch.tensor(value)
-        fits = tensor.dtype == dtype or not tensor.numel()
-    except (ValueError, TypeError, RuntimeError):
-        fits = False
-    if not fits or tensor.dim() != 2 or (tensor < 0).any():
-        raise PatchFormatError(
-            f"expected {name} as rows of equal length of {dtype}, from 0 on, got {value!r:.80}"
-        )
-    return tensor.to(dtype)
-
-
-def read_blocks(header: Header) -> tuple[Block, ...]:
-    """The model's blocks, from the header; raises PatchFormatError."""
-    try:
-        entries = [(entry["path"], entry["form"]) for entry in header["blocks"]]
-        return tuple(Block(path, BlockSpec.from_json(form)) for path, form in entries)
-    except (KeyError, TypeError, ValueError) as error:
-        raise PatchFormatError(f"expected blocks with a path and a form: {error!r:.200}") from error
-
-
-def read_layers(
-    header: Header,
-    tensors: dict[str, Tensor],
-    info: PatchInfo,
-    blocks: tuple[Block, ...],
-    tokens: tuple[int, ...],
-) -> dict[int, dict[str, Tensor]]:
-    """The factors by block and name, all there and of the right shapes; raises
-    PatchFormatError.
-    """
-    given = header.get("layers")
-    indices = [i for i in range(len(blocks)) if i in given] if isinstance(given, list) else []
-    if not indices or indices != given:
-        raise PatchFormatError(
-            f"expected layers as increasing numbers ≥ 0 below {len(blocks)}, got {given!r:.80}"
-        )
-    names = {index: blocks[index].spec.factor_names(info.update) for index in indices}
-    expected = {f"layers.{index}.{name}" for index in indices for name in names[index]}
-    if expected != tensors.keys():
-        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-        raise PatchFormatError(
-            f"expected {len(expected)} tensors; missing: {missing or 'none'!s:.200}, extra:"
-            f" {extra or 'none'!s:.200}"
-        )
-    kinds = [(index, name, kind) for index in indices for name, kind in names[index].items()]
-    widths = [
-        (index, kind, tuple(tensors[f"layers.{index}.{name}"].shape[-1:]))
-        for index, name, kind in kinds
-    ]
-    # every block has a factor as wide as the residual stream
-    hidden = next(width for _, kind, width in widths if kind == "hidden")
-    slots = {index: width for index, kind, width in widths if kind == "index"}
-    for index, name, kind in kinds:
-        path = f"layers.{index}.{name}"
-        leading = (*tokens, *(slots.get(index, ()) if kind == "slots" else ()))
-        _check_factor(path, tensors[path], kind, leading, hidden)
-    check_finite(tensors)
-    return {
-        index: {name: widened(tensors[f"layers.{index}.{name}"]) for name in names[index]}
-        for index in indices
-    }
-
-
 def widened(factor: Tensor) -> Tensor:
     """A factor as it is replayed: one that was rounded to bf16 for its file, in fp32."""
     return factor.float() if factor.dtype == torch.bfloat16 else factor
-
-
-def _check_factor(
-    name: str, tensor: Tensor, kind: str, leading: tuple[int, ...], width: tuple[int, ...]
-) -> None:
-    """Shape and dtype of one factor; the inner widths are checked against a model."""
-    own_width = tuple(tensor.shape[-1:])
-    shape = {"hidden": leading + width, "norm": width}.get(kind, leading + own_width)
-    if tuple(tensor.shape) != shape:
-        raise PatchFormatError(f"expected {name} {shape}, got {tuple(tensor.shape)}")
-    if kind == "index" and tensor.dtype != torch.int64:
-        raise PatchFormatError(f"expected {name} in int64, got {tensor.dtype}")
-    if kind != "index" and tensor.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise PatchFormatError(f"expected {name} in fp32, fp64 or bf16, got {tensor.dtype}")
 
 
 # -- the patch against a model

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from icl_patch.layers.attachment import Attachment, WaitingForward, of_a_pass
 from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.experts import PatchedExperts, patched_experts
 from icl_patch.layers.linear import PatchedLinear
-from icl_patch.layers.patched_module import Mode, PatchedModule
+from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.layers.swap import restore, swap
@@ -63,18 +64,20 @@ class BlockActivations:
         part: BlockActivations = tree_map_only(Tensor, columns_of, self)
         return part
 
-    @classmethod
-    def joined(cls, calls: Sequence["BlockActivations"]) -> "BlockActivations":
-        """The activations of several calls of the model, token after token."""
-        if len(calls) == 1:
-            return calls[0]
-        joined: BlockActivations = tree_map(
-            lambda *parts: None if parts[0] is None else torch.cat(parts, 1), *calls
-        )
-        return joined
-
 
 register_dataclass(BlockActivations)  # so that tree_map reaches its tensors
+
+
+def joined(calls: Sequence[Any]) -> Any:
+    """What several calls of the model gave, trees of tensors (B, T, ...), token after token; the
+    first call's where there are no tokens.
+    """
+
+    def join(*parts: Any) -> Any:
+        of_tokens = isinstance(parts[0], Tensor) and parts[0].dim() > 1
+        return torch.cat(parts, 1) if of_tokens else parts[0]
+
+    return calls[0] if len(calls) == 1 else tree_map(join, *calls)
 
 
 class AttachedBlock:
@@ -92,6 +95,9 @@ class AttachedBlock:
         self._swapped: list[
             tuple[str, nn.Module, PatchedModule]
         ] = []  # path, parent then, patched module
+        wrap_norm = partial(
+            PatchedRMSNorm, scale_offset=spec.scale_offset, cast_first=spec.cast_first
+        )
         try:
             self.readers: dict[str, PatchedLinear] = {
                 name: self._swap(name, PatchedRouter if name in spec.routers else PatchedLinear)
@@ -99,8 +105,8 @@ class AttachedBlock:
             }
             self.experts: PatchedExperts | None = self._swap(spec.experts, patched_experts)
             self.down: PatchedLinear | None = self._swap(spec.down, PatchedLinear)
-            self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, self._wrap_norm)
-            self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, self._wrap_norm)
+            self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, wrap_norm)
+            self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, wrap_norm)
             self.factor_places = tuple(self._factor_places())
             self.group = group_of(model)
             self.parted = frozenset(self._parted(model))  # factors with a part on each rank
@@ -118,11 +124,6 @@ class AttachedBlock:
         if self.down is not None and style_of(model, self.block.path_of(str(self.spec.down))):
             self.down.group = self.group
             yield f"{self.spec.down}.v"
-
-    def _wrap_norm(self, base: nn.Module) -> PatchedRMSNorm:
-        return PatchedRMSNorm(
-            base, scale_offset=self.spec.scale_offset, cast_first=self.spec.cast_first
-        )
 
     @property
     def mixture(self) -> nn.Module | None:
@@ -158,14 +159,12 @@ class AttachedBlock:
     @property
     def patched(self) -> list[PatchedModule]:
         """All patched modules of the block."""
-        others = (self.experts, self.down, self.inner_norm, self.post_norm)
-        return [*self.readers.values(), *(module for module in others if module is not None)]
+        return [module for *_, module in self._swapped]
 
     @property
     def norms(self) -> dict[str, PatchedRMSNorm]:
         """The patched norms by name."""
-        named = {self.spec.inner_norm: self.inner_norm, self.spec.post_norm: self.post_norm}
-        return {str(name): norm for name, norm in named.items() if norm is not None}
+        return {name: x for name, _, x in self._swapped if isinstance(x, PatchedRMSNorm)}
 
     @property
     def writer(self) -> PatchedModule:
@@ -214,13 +213,7 @@ class AttachedBlock:
 
     def replay(self, factors: Factors) -> None:
         """Set every module to apply its factors, (B, T, ...)."""
-        # one row a token: (1, T, N) of a batch of one would be a shared change of rank T
-        flat = {
-            name: factor.flatten(0, 1) if factor.dim() >= 3 else factor
-            for name, factor in factors.items()
-            if not name.endswith(".new_scale")
-        }
-        self._set({**factors, **flat})
+        self._set({name: x.flatten(0, 1) if x.dim() >= 3 else x for name, x in factors.items()})
         if self.experts is not None:
             self.experts.tokens = next(iter(factors.values())).shape[1]
 
@@ -236,14 +229,13 @@ class AttachedBlock:
                 f"{self.block.path} has experts: a token's patch changes the experts it chose, and"
                 " no others"
             )
+        of_rows = (".new_scale", ".bias_change")
         self._set(
-            {
-                name: factor
-                if name.endswith((".new_scale", ".bias_change"))
-                else factor[None, None]
-                for name, factor in factors.items()
-            }
+            {name: x if name.endswith(of_rows) else x[None, None] for name, x in factors.items()}
         )
+        for module in self.patched:
+            if isinstance(module, PatchedLinear):
+                module.shared = True
 
     def _set(self, factors: Factors) -> None:
         """Set every module to apply its factors."""
@@ -253,8 +245,7 @@ class AttachedBlock:
                 factor = factors[name]
                 if self.group is not None and name in self.parted:
                     factor = part_of(factor, self.group)
-                setattr(module, attribute, factor.to(self.device))
-                module.mode = Mode.REPLAY
+                module.replay(**{attribute: factor.to(self.device)})
         if self.down is not None and self.post_norm is None:
             written = self.down.bias_change if self.down.u is None else self.down.u
             # an exact factor: the sum is rounded at the block's end
@@ -286,9 +277,7 @@ class AttachedBlock:
         """Call ``hook((rows, T))`` when the block begins."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = first_tensor((*args, kwargs))
-            assert x is not None
-            hook(x.shape[-3:-1])
+            hook(_input(args, kwargs).shape[-3:-1])
 
         self.hook(hooks, self.module.register_forward_pre_hook, before, with_kwargs=True)
 
@@ -296,9 +285,7 @@ class AttachedBlock:
         """Call ``hook(x)`` with every term of the residual stream before the MLP, a sum."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = first_tensor((*args, kwargs))
-            assert x is not None
-            hook(x.to(self.device))  # a block's own hooks bring it there later
+            hook(_input(args, kwargs).to(self.device))  # a block's own hooks bring it there later
 
         def after(_module: nn.Module, _args: Any, out: Any) -> None:
             hook(first_tensor(out))
@@ -344,6 +331,12 @@ class AttachedBlock:
         else:
             norm = self.module.get_submodule(self.spec.final_norm)
             self.hook(hooks, norm.register_forward_pre_hook, before, prepend=first)
+
+
+def _input(args: Any, kwargs: Any) -> Tensor:
+    x = first_tensor((*args, kwargs))
+    assert x is not None
+    return x
 
 
 class HasBlocks(Protocol):

@@ -1,6 +1,6 @@
 """BlockRecorder: computes one block's factors from the activations that pass through the block.
 
-A pass swaps the block's patched modules into record mode; each module then hands its input to the
+A pass lets the block's patched modules record; each module then hands its input to the
 recorder, which computes and keeps the module's factors and returns the patched output. There are
 two kinds of pass, and a recorder for each:
 
@@ -86,14 +86,11 @@ class BlockRecorder(ABC):
 
     # -- factors
 
-    def keep(self, layer: PatchedModule, **factors: Tensor) -> None:
+    def keep(self, layer: PatchedModule, **factors: Tensor | None) -> None:
         """Keep factors of a module under the names of its attributes that apply them."""
         for name, factor in factors.items():
-            self._factors[layer, name] = factor
-
-    def kept(self, layer: PatchedModule, name: str) -> Tensor | None:
-        """A factor of a module, if there is one."""
-        return self._factors.get((layer, name))
+            if factor is not None:
+                self._factors[layer, name] = factor
 
     @property
     def factors(self) -> Factors:
@@ -262,7 +259,7 @@ class BlockRecorder(ABC):
         exact update in fp64; ``y`` is its plain output.
         """
         dtype = torch.float64 if self.exact else dtype
-        if (change := self.kept(layer, "bias_change")) is not None:
+        if (change := self._factors.get((layer, "bias_change"))) is not None:
             return add_bias_change(y, change, dtype)
         u, v = self._factors[layer, "u"], self._factors[layer, "v"]
         return add_to_writer(layer, y, h, u, v, dtype)
@@ -277,7 +274,7 @@ class BlockRecorder(ABC):
         """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
         v, inverse, _ = write_direction(layer, h, torch.float64 if self.exact else None)
         v = self.zero_padding(v)
-        gain = layer.summed((h.double() * v).sum(-1, keepdim=True)) if self.exact else None
+        gain = (h.double() * v).sum(-1, keepdim=True) if self.exact else None
         self.keep_written(layer, y, target.to(v.dtype), v, inverse, gain)
 
     def keep_written(
@@ -304,21 +301,10 @@ class BlockRecorder(ABC):
         else:
             direction = write_direction(layer, self.split(h)[1].reshape(-1, h.shape[-1]))
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
-        inverse = self.unflat(direction.inverse_norm2)
-        self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
-        self.keep(layer, u=u, v=v)
-        return self._add_stable(layer, self.split(h)[1], y, direction, dtype)
-
-    def _add_stable(
-        self,
-        layer: PatchedLinear,
-        h: Tensor,
-        y: Tensor,
-        _direction: ops.Direction,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """``y + u (v·h)`` (B, T, N) with the factors of ``layer``, which it may still correct."""
-        u, v = self._factors[layer, "u"], self._factors[layer, "v"]
+        self.keep_written(layer, y, u, v, self.unflat(direction.inverse_norm2), None)
+        if direction.coeff is not None:  # for a compiler
+            return (y + self.unflat(direction.coeff) * u).to(dtype)
+        h = self.split(h)[1]
         patched = add_to_writer(layer, y, h, u, v, dtype)
         if self.exact:
             u = self.zero_padding(u + updates.off_zero(patched, y, self.addend))
@@ -448,15 +434,13 @@ def same_place(x: Tensor, y: Tensor) -> bool:
 def write_direction(
     layer: PatchedLinear, h: Tensor, dtype: torch.dtype | None = None
 ) -> ops.Direction:
-    """:func:`icl_patch.ops.read_direction` of a writer's input, of which each rank may have a
-    part.
+    """:func:`icl_patch.ops.read_direction` of a writer's input.
+
+    Where each rank has a part of h, v is h itself: the norm takes all parts, which come together
+    when the patch is assembled (:func:`icl_patch.recording.patch_assembly.layers_of_all`).
     """
-    if layer.group is None:
-        return ops.read_direction(h, dtype)
-    h = h.to(dtype or torch.promote_types(h.dtype, torch.float32))
-    norm2 = layer.summed(h.square().sum(-1))
-    inverse = torch.where(norm2 > 0, 1 / norm2, 0.0)
-    return ops.Direction(h * inverse.unsqueeze(-1), inverse)
+    direction = ops.read_direction(h, dtype)
+    return direction if layer.group is None else direction._replace(v=h.to(direction.v.dtype))
 
 
 def add_to_writer(

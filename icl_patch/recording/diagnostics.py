@@ -171,4 +171,5 @@ class BlockDiagnostics:
                 )
 
 
+register_dataclass(ControllabilityViolation)
 register_dataclass(BlockDiagnostics)  # part of a compiled step's output

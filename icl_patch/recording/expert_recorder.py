@@ -74,7 +74,8 @@ def _keep_index(
 ) -> None:
     """Keep the chosen experts (B, T, k), and count those that the context did not choose."""
     recorder.keep(layer, index=index)
-    recorder.diagnostics.experts(_count_changed(index, index_ctx))
+    known = (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)
+    recorder.diagnostics.experts((~known).sum(-1))
 
 
 def _read(
@@ -85,12 +86,8 @@ def _read(
     """
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
-    recorder.diagnostics.refuse(
-        f"the input z of {recorder.spec.experts} is 0",
-        (inverse == 0) & (u != 0).flatten(2).any(-1),
-        inverse == 0,
-        "input",
-    )
+    condition = f"the input z of {recorder.spec.experts} is 0"
+    recorder.diagnostics.refuse_at_zero(condition, inverse, u.flatten(2), "input")
     recorder.keep(layer, read_u=u, read_v=v)
     z_own = recorder.split(z)[1].flatten(0, 1)
     patched = layer.add_read(read, z_own, u.flatten(0, 1), v.flatten(0, 1))
@@ -125,7 +122,7 @@ def record_scaled_experts(
         assert recorder.context.experts is not None
         slots_ctx, index_ctx = (part.flatten(0, 1) for part in recorder.context.experts)
         slots_ctx = slots_ctx.reshape(*index_ctx.shape, -1)
-    recorder.diagnostics.experts(_count_changed(*map(recorder.unflat, (index, index_ctx))))
+    _keep_index(recorder, layer, recorder.unflat(index), recorder.unflat(index_ctx))
     read = layer.read(slots, index)
     slots_of = _slots_of(index, index_ctx).unsqueeze(-1)
     target = layer.read(slots_ctx, index_ctx).take_along_dim(slots_of, 1)
@@ -145,7 +142,7 @@ def record_scaled_experts(
         dead.flatten(2).any(-1),
         "input",
     )
-    recorder.keep(layer, read_u=u, read_v=recorder.unflat(v), index=recorder.unflat(index))
+    recorder.keep(layer, read_u=u, read_v=recorder.unflat(v))
 
     def add(product: Tensor) -> Tensor:
         patched = layer.add_to_all(product[:, -batch:], slots, index, u.flatten(0, 1), v)
@@ -187,7 +184,7 @@ def _write(
         u, v = target, recorder.zero_padding(v * share.unsqueeze(-1))
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
     padded = recorder.zero_padding(u)
-    recorder.keep(layer, write_u=padded, **({} if v is None else {"write_v": v}))
+    recorder.keep(layer, write_u=padded, write_v=v)
     if closes:
         recorder.open_loop(out, gain, layer, "write_u")
     written = layer.add_written(out, gain, padded, h.dtype)
@@ -198,11 +195,6 @@ def _write(
         recorder.keep(layer, write_u=padded)
         written = layer.add_written(out, gain, padded, h.dtype)
     return written
-
-
-def _count_changed(index: Tensor, index_ctx: Tensor) -> Tensor:
-    """The number of experts in (B, T, k) that the context did not choose: (B, T)."""
-    return (~(index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)).sum(-1)
 
 
 def _slots_of(index: Tensor, index_ctx: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from icl_patch.recording.attached_block import (
     BlockActivations,
     Factors,
     HasBlocks,
+    joined,
     replaying,
 )
 from icl_patch.recording.block_recorder import BlockRecorder
@@ -38,10 +39,8 @@ from icl_patch.recording.expert_recorder import record_experts, record_scaled_ex
 from icl_patch.recording.patch_assembly import (
     Violations,
     factors_of,
-    joined_layers,
     layers_of_all,
     report_of_all,
-    violations_of,
 )
 from icl_patch.recording.sequences import Sequences
 
@@ -119,7 +118,7 @@ def _observe_block(block: AttachedBlock, found: list[BlockActivations], hooks: E
 
 def _of_blocks(found: list[BlockActivations], blocks: int) -> list[BlockActivations]:
     """Each block's activations, of all calls of the model together."""
-    return [BlockActivations.joined(found[block::blocks]) for block in range(blocks)]
+    return [joined(found[block::blocks]) for block in range(blocks)]
 
 
 # -- recording
@@ -219,14 +218,10 @@ def close_on(
         layers.append(factors_of(recorders))
         calls.append([recorder.diagnostics for recorder in recorders])
     device = patch.kept_ids.device
-    report = report_of_all(attached, calls, device)
+    report, violations = report_of_all(attached, calls, device)
+    whole = layers_of_all(attached, joined(layers), device)
     return Computation(
-        replace(
-            patch, layers=layers_of_all(attached, joined_layers(layers), device), report=report
-        ),
-        torch.cat(reduced, 1),
-        activations,
-        violations_of(calls, device),
+        replace(patch, layers=whole, report=report), torch.cat(reduced, 1), activations, violations
     )
 
 

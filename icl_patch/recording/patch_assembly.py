@@ -1,15 +1,17 @@
 """Assembling a patch: tokens and positions, factors of several calls, diagnostics."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from icl_patch import ops
 from icl_patch.errors import ControllabilityError
 from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import PatchReport
-from icl_patch.recording.attached_block import AttachedBlock, Factors, HasBlocks
+from icl_patch.recording.attached_block import AttachedBlock, Factors, HasBlocks, joined
 from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
 
@@ -28,53 +30,51 @@ def scales_of(block: AttachedBlock, layer: Factors) -> Factors:
     return {f"{name}.scale": norm.scale for name, norm in norms if f"{name}.new_scale" in layer}
 
 
-def joined_layers(calls: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
-    """The factors of several calls, token after token."""
-    if len(calls) == 1:
-        return calls[0]
-    return tuple(
-        {
-            name: x if x.dim() == 1 else torch.cat([call[index][name] for call in calls], 1)
-            for name, x in layer.items()
-        }
-        for index, layer in enumerate(calls[0])
-    )
-
-
 def report_of_all(
     attached: HasBlocks, calls: list[list[BlockDiagnostics]], device: torch.device
-) -> PatchReport:
-    """The report on the blocks of all ranks in every call, on ``device``.
+) -> tuple[PatchReport, Violations]:
+    """The report on the blocks of all ranks in every call, and every condition that was looked at,
+    on ``device``.
 
     Raises:
         ControllabilityError: no change of the weights can have the effect; all ranks raise it.
     """
-    names = [entry.name for entry in fields(PatchReport)]
+    blocks = tree_map_only(Tensor, lambda x: x.to(device), joined(calls))
+    agree_on_violations(attached, blocks)
+    violations = tuple(tuple(block.violations.values()) for block in blocks)
 
     def report() -> dict[str, Tensor]:
         try:
-            for token, call in enumerate(calls):
-                for block in call:
-                    block.check(token)
+            for block in blocks:
+                block.check()
         except ControllabilityError as error:
-            raise ControllabilityError(str(error), violations_of(calls, device)) from None
-        return {
-            name: torch.cat(
-                [torch.stack([getattr(x.report, name).to(device) for x in call]) for call in calls],
-                2,
-            )
-            for name in names
-        }
+            raise ControllabilityError(str(error), violations) from None
+        names = [entry.name for entry in fields(PatchReport)]
+        return {name: torch.stack([getattr(x.report, name) for x in blocks]) for name in names}
 
-    ranks, own = attached.ranks, attached.ranks.shared(report)
-    if ranks.size == 1:
-        return PatchReport(**own)
-    parts = ranks.joined([own], device)
-    if stage_of(attached.model) is None:  # of a part of each matrix
-        return PatchReport(
-            **{name: torch.stack([part[name] for part in parts]).amax(0) for name in names}
-        )
-    return PatchReport(**{name: torch.cat([part[name] for part in parts]) for name in names})
+    ranks = attached.ranks
+    parts = ranks.joined([ranks.shared(report)], device)
+    shared = ranks.size > 1 and stage_of(attached.model) is None  # each has a part of each matrix
+    join = (lambda x: torch.stack(x).amax(0)) if shared else torch.cat
+    return PatchReport(
+        **{name: join([part[name] for part in parts]) for name in parts[0]}
+    ), violations
+
+
+def agree_on_violations(attached: HasBlocks, blocks: list[BlockDiagnostics]) -> None:
+    """Let ranks that share matrices refuse the same tokens: an input h is 0 if its parts on all
+    ranks are, and a reader has to change if its part on some rank has.
+    """
+    if attached.ranks.size == 1 or stage_of(attached.model) is not None:
+        return
+    found = [x for block in blocks for x in block.violations.values()]
+    said = attached.ranks.exchange([(x.rows.cpu(), x.always.cpu()) for x in found])
+    for violation, *parts in zip(found, *said, strict=True):
+        combine = torch.any if violation.side == "input" else torch.all
+        for own, ranks in zip(
+            (violation.rows, violation.always), zip(*parts, strict=True), strict=True
+        ):
+            own.copy_(combine(torch.stack(ranks), 0))
 
 
 def layers_of_all(
@@ -89,31 +89,17 @@ def layers_of_all(
         for layer, block in zip(layers, attached.blocks, strict=True)
     ]
     joined, count = ranks.joined(parts, device), len(layers)
+
+    def whole(name: str, parts: list[Tensor]) -> Tensor:
+        x = torch.cat(parts, -1)
+        return ops.read_direction(x, x.dtype).v if name.endswith(".v") else x  # v was h so far
+
     return tuple(
         {
-            name: torch.cat([joined[k][name] for k in range(i, len(joined), count)], -1)
+            name: whole(name, [joined[k][name] for k in range(i, len(joined), count)])
             if name in parts[i]
             else x
             for name, x in layer.items()
         }
         for i, layer in enumerate(layers)
-    )
-
-
-def violations_of(calls: list[list[BlockDiagnostics]], device: torch.device) -> Violations:
-    """Every condition that was looked at, by block, token after token, on ``device``."""
-
-    def joined(parts: tuple[ControllabilityViolation, ...]) -> ControllabilityViolation:
-        rows, always = (
-            torch.cat([getattr(part, name).to(device) for part in parts], 1)
-            for name in ("rows", "always")
-        )
-        return replace(parts[0], rows=rows, always=always)
-
-    return tuple(
-        tuple(
-            joined(parts)
-            for parts in zip(*(call.violations.values() for call in block), strict=True)
-        )
-        for block in zip(*calls, strict=True)
     )

@@ -2,14 +2,12 @@
 
 import copy
 import math
-import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +36,6 @@ from icl_patch.static.student import Student
 from icl_patch.static.targets import LOGITS, StaticReport, measure, targets_of, targets_of_texts
 from icl_patch.static.training import (
     HARMFUL_KL,
-    Checkpoint,
     Distillation,
     Progress,
     Training,
@@ -98,7 +95,6 @@ def fit(
     seconds: float = math.inf,
     distillation: Distillation | None = None,
     start: StaticPatch | None = None,
-    state: str | os.PathLike[str] | None = None,
     max_new_tokens: int = 64,
     accept_worse: bool = False,
     on_plan: Callable[[Plan], None] | None = None,
@@ -125,12 +121,11 @@ def fit(
             more than a KL of 0.1.
         parts: the matrices that may change: the ``"mlp"``'s, ``"attention"``'s.
         rank: of each change.
-        first_block: the first block that is changed. What lies below is computed once: blocks that
-            are left out save time, and cost some quality.
+        first_block: the first block that is changed: blocks that are left out save time, and cost
+            some quality.
         seconds: a budget of time for the whole fit; it makes as many steps as fit.
         distillation: steps, learning rate and the like.
         start: a patch from which the training starts; its changes are cut to ``rank``.
-        state: a folder; checkpoints are written to it, and a stopped fit continues from them.
         max_new_tokens: of an answer that the model gives.
         accept_worse: return the patch even if it is worse than none, or moves preserved texts.
         on_plan: called with the :class:`Plan` before the first step.
@@ -146,8 +141,8 @@ def fit(
             that are offloaded.
         ValueError: there are no examples, or one of ``held_out`` is among them; an option does not
             fit; the rank is above that of a matrix; two examples want different answers to one
-            prompt; activations are NaN; the model is training; ``start`` changes other
-            matrices; or ``state`` is of another fit.
+            prompt; activations are NaN; the model is training; ``start`` changes other matrices; or
+            no step fits into ``seconds``.
         FingerprintMismatch: ``start`` is of another model.
     """
     began = time.perf_counter()
@@ -161,13 +156,15 @@ def fit(
             "expected a tokenizer for the texts to preserve that come with the package: give one,"
             " or texts of your own as preserve=static.documents(...), or preserve=() for none"
         )
-    if state is not None and Path(state).exists() and not Path(state).is_dir():
-        raise ValueError(f"expected state to be a folder, got the file {os.fspath(state)!r}")
     check_eval(model.modules())
     options = distillation or Distillation()
     _check_in_memory(model, options.dtype)
     matrices = find_matrices(model, parts, first_block)
-    _check_rank(rank, matrices)
+    most = min(min(matrix.shape) for matrix in matrices)
+    if rank not in range(1, most + 1):
+        raise ValueError(
+            f"expected a rank from 1 to {most}, the largest that every matrix has, got {rank!r}"
+        )
     known = {} if start is None else _factors_of(start, model, matrices)
     if preserve is None and tokenizer is not None:
         preserve = documents(model, tokenizer, preserved_texts())
@@ -179,44 +176,27 @@ def fit(
     if on_plan is not None:
         on_plan(plan(model, matrices, rank, rows, options))
     student = Student(model)
-    held, held_texts = (
-        targets_of(student, rows.held_out),
-        targets_of_texts(student, rows.held_texts),
-    )
+    held = targets_of(student, rows.held_out)
+    held_texts = targets_of_texts(student, rows.held_texts)
     measuring = time.perf_counter()
     without = measure(student, held)
     measuring = (time.perf_counter() - measuring) * (1 + len(held_texts) / max(len(held), 1))
     trained = student if dtype == model.dtype else Student(in_dtype(model, dtype))
-    cast = [
-        [replace(target, hidden=target.hidden.to(dtype)) for target in targets]
-        for targets in (held, held_texts)
-    ]
     training = Training(
         trained,
         first_factors(matrices, rank, options.seed, known, input_device(model)),
-        first_block=min(matrix.block for matrix in matrices),
         questions=targets_of(trained, rows.fitted),
         texts=targets_of_texts(trained, rows.fitted_texts) if kappa else [],
-        held_out=cast[0],
-        held_texts=cast[1],
+        held_out=held,
+        held_texts=held_texts,
         kappa=kappa,
         options=options,
     )
-    info = StaticInfo.of(model, tokenizer, "distill", rows.front)
-    checkpoint = None
-    if state is not None:
-        data = [rows.fitted, rows.held_out, rows.fitted_texts, rows.held_texts, kappa]
-        checkpoint = Checkpoint(state, training, str(info.fingerprint), repr(data))
-        checkpoint.read(training)
-    until = began + seconds - 1.5 * measuring
-    if time.perf_counter() >= until:
-        gone = time.perf_counter() - began + 1.5 * measuring
-        raise ValueError(
-            f"expected a budget of more than {gone:.0f} seconds, which pass without a step, got"
-            f" {seconds:g}"
-        )
-    training.run(until, checkpoint, progress)
+    training.run(began + seconds - 1.5 * measuring, progress)
+    if not training.step:
+        raise ValueError(f"expected a budget of seconds that holds a step, got {seconds:g}")
 
+    info = StaticInfo.of(model, tokenizer, "distill", rows.front)
     patch = StaticPatch(info, training.best[2])
     with patch.applied(model, check_front=False):
         quality, preserved = measure(student, held), measure(student, held_texts)
@@ -251,14 +231,6 @@ def _check_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
         raise UnsupportedModelError(
             f"expected a fit in {model.dtype}, the dtype of a model that accelerate has spread over"
             f" devices, got {dtype}: load it in that dtype"
-        )
-
-
-def _check_rank(rank: int, matrices: Sequence[Matrix]) -> None:
-    most = min(min(matrix.shape) for matrix in matrices)
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
-        raise ValueError(
-            f"expected a rank from 1 to {most}, the largest that every matrix has, got {rank!r}"
         )
 
 
@@ -299,10 +271,11 @@ def _split(
     max_new_tokens: int,
 ) -> _Rows:
     """Hold out some of the prompts, if none are given, and every fifth text."""
-    if any(isinstance(text, str) for text in texts):
-        raise ValueError("expected ids of texts to preserve, got text: static.documents gives them")
-    if not all(len(text) for text in texts):
-        raise ValueError("expected texts to preserve of at least one token each, got an empty one")
+    if any(isinstance(text, str) or not len(text) for text in texts):
+        raise ValueError(
+            "expected ids of texts to preserve, at least one each, got text or none:"
+            " static.documents gives them"
+        )
     own = list(dict.fromkeys(map(tuple, texts)))  # one that is held out must not be fitted too
     for text in own:
         check_row(model, text, 1)
@@ -416,24 +389,22 @@ def plan(
         longest = max(lengths, default=0)
         return max(longest, min(options.batch_tokens, longest * min(size, len(lengths))))
 
-    asked = batch(answers, options.batch_size), batch(texts, options.preserve_batch_size)
-    step, changed = sum(asked), len(layers) - min(matrix.block for matrix in matrices)
-    scores = heads * max(answers + texts) * max(asked)
-    logits = 5 * 4 * vocabulary(model)
-    kept = dtype.itemsize * changed * (step * (8 * width + 5 * inner) + 3 * scores) + logits * step
+    step = batch(answers, options.batch_size) + batch(texts, options.preserve_batch_size)
+    changed = len(layers) - min(matrix.block for matrix in matrices)
+    scores = 3 * heads * max(answers + texts)
     together = min(ROW_TOKENS, sum(teachers + texts))
-    longest = max(teachers + texts)
-    passing = model.dtype.itemsize * (
-        together * (8 * width + 3 * inner) + heads * together * longest
-    )
+    vectors = 8 * width + 3 * inner + heads * max(teachers + texts)
+    logits = 5 * 4 * vocabulary(model)
+    kept = step * (dtype.itemsize * changed * (8 * width + 5 * inner + scores) + logits)
+    passing = together * model.dtype.itemsize * vectors
     passing += logits * min(LOGITS // vocabulary(model), together)
     weights = sum(parameter.numel() for parameter in model.parameters())
     factors = sum(rank * sum(matrix.shape) for matrix in matrices)
-    hidden = 2 * width * dtype.itemsize * sum(answers + texts)
+    hidden = width * dtype.itemsize * sum(answers + texts)
     nbytes = 5 * 4 * factors + hidden + max(kept, passing)
     if dtype != model.dtype:
         nbytes += weights * dtype.itemsize
-    operations = 4.0 * weights * changed / len(layers) * step * options.steps
+    operations = 2.0 * weights * (1 + changed / len(layers)) * step * options.steps
     seconds = operations / _speed(input_device(model), dtype)
     nbytes = int(nbytes * _ALLOCATOR)
     return Plan(len(answers), len(texts), step, options.steps, nbytes, seconds)

@@ -11,7 +11,7 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.models.block_detection import blocks_of, is_matrix
 from icl_patch.models.language_model import layers_of, random_tokens
-from icl_patch.models.ranks import ranks_of
+from icl_patch.models.ranks import check_one_process
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.models.trace import BlockTrace, inside, trace
 
@@ -47,7 +47,7 @@ def find_matrices(
     wanted = set(parts)
     if not wanted or wanted - set(PARTS):
         raise ValueError(f"expected parts among {', '.join(PARTS)}, got {sorted(wanted)}")
-    check_whole(model)
+    check_one_process(model)
     if is_recurrent(model):
         raise UnsupportedModelError(
             f"expected a model without recurrent layers for a static patch, got"
@@ -96,16 +96,6 @@ def _paths(traced: BlockTrace, part: str) -> list[str]:
             and any(inside(call.path, path) for path in attention) is (part == "attention")
         )
     )
-
-
-def check_whole(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError for a model that is split over processes."""
-    if ranks_of(model).size > 1:
-        raise UnsupportedModelError(
-            f"expected {type(model).__name__} in one process for a static patch, got it split over"
-            f" {ranks_of(model).size}: transformers hands no gradients from one to another. Spread"
-            " it over devices with device_map"
-        )
 
 
 def matrix_shape(module: nn.Module) -> tuple[int, int]:

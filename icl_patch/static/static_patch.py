@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from icl_patch.errors import FingerprintMismatch, PatchFormatError, StaticPatchWarning
+from icl_patch.errors import FingerprintMismatch, StaticPatchWarning
 from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.language_model import family_of
 from icl_patch.models.prompts import Tokens
+from icl_patch.models.ranks import check_one_process
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import (
     check_same_model,
@@ -32,11 +33,12 @@ from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import (
     check_change,
     check_finite,
+    check_kind,
     file_parts,
     read_fields,
     read_file,
+    reading,
 )
-from icl_patch.static.matrices import check_whole
 from icl_patch.static.targets import StaticReport
 
 KIND = "static"
@@ -142,11 +144,8 @@ class StaticPatch:
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> "StaticPatch":
-        return -1.0 * self
-
     def __sub__(self, other: "StaticPatch") -> "StaticPatch":
-        return self + -other
+        return self + -1.0 * other
 
     def truncated(self, rank: int) -> "StaticPatch":
         """The nearest changes of at most a rank, by the singular values of each ΔW.
@@ -234,7 +233,7 @@ class StaticPatch:
         PatchFormatError unless every change fits a matrix of it, and TypeError if a module is
         patched already.
         """
-        check_whole(model)
+        check_one_process(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, change in self.changes.items():
             module = modules.get(path)
@@ -287,12 +286,14 @@ class StaticPatch:
             OSError: the file cannot be read.
         """
         header, tensors = read_file(path)
-        if header.get("kind") != KIND:
-            raise PatchFormatError(
-                f"expected a patch of kind {KIND!r}, got {path} of kind {header.get('kind')!r:.80}:"
-                " ContextPatch.load reads patches for each token"
-            )
-        patch = cls(_read_info(header), _read_changes(tensors), _read_report(header))
+        check_kind(header, KIND, "ContextPatch.load reads patches for each token")
+        own = read_fields(header, StaticInfo, "front")
+        with reading("front, report and factors"):
+            info = StaticInfo(**own, front=tuple(header["front"]))
+            report = header["report"] and StaticReport.from_json(header["report"])
+            paths = sorted({name[:-2] for name in tensors}, key=_numbers_as_numbers)
+            changes = {path: LowRank(tensors[f"{path}.u"], tensors[f"{path}.v"]) for path in paths}
+        patch = cls(info, changes, report)
         if model is not None:
             patch.check_model(model)  # another model has another tokenizer too: name the model
         if tokenizer is not None and patch.info.tokenizer not in (
@@ -326,8 +327,7 @@ class StaticPatch:
         """
         self.check_model(model)
         transposed = {isinstance(model.get_submodule(path), Conv1D) for path in self.changes}
-        factors = {path: (change.u, change.v) for path, change in self.changes.items()}
-        rank = write_peft(folder, factors, self.info.model, transposed)
+        rank = write_peft(folder, self.changes, self.info.model, transposed)
         front = _FRONT.format(*self.info.front) if self.info.front else _UNKNOWN_FRONT
         card = f"A static patch of icl-patch as a LoRA for {self.info.model}.\n\n{front}"
         write_atomically(Path(folder) / "README.md", [card.encode()])
@@ -387,49 +387,6 @@ def _set(module: PatchedLinear, change: LowRank) -> None:
     module.set_patch(u, v, shared=True)
 
 
-# -- reading a file
-
-
-def _read_info(header: dict[str, Any]) -> StaticInfo:
-    front = header.get("front")
-    if not isinstance(front, list) or len(front) > 1 or not all(type(x) is int for x in front):
-        raise PatchFormatError(
-            f"expected header entry 'front' of ids, got {front!r:.80}:"
-            " fit a patch of an earlier version again"
-        )
-    return StaticInfo(**read_fields(header, StaticInfo, "front"), front=tuple(front))
-
-
-def _read_report(header: dict[str, Any]) -> StaticReport | None:
-    value = header.get("report")
-    try:
-        return None if value is None else StaticReport.from_json(value)
-    except (TypeError, KeyError) as error:
-        raise PatchFormatError(f"expected a fit's report, got {value!r:.80}") from error
-
-
 def _numbers_as_numbers(path: str) -> list[tuple[int, str]]:
     """A key that sorts block 10 behind block 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
-
-
-def _read_changes(tensors: dict[str, Tensor]) -> dict[str, LowRank]:
-    paths = sorted({name[:-2] for name in tensors}, key=_numbers_as_numbers)
-    expected = {f"{path}.{side}" for path in paths for side in ("u", "v")}
-    if not paths or set(tensors) != expected:
-        raise PatchFormatError(
-            f"expected tensors MODULE.u and MODULE.v, got {sorted(set(tensors) ^ expected)!s:.80}"
-        )
-    check_finite(tensors)
-    changes = {path: LowRank(tensors[f"{path}.u"], tensors[f"{path}.v"]) for path in paths}
-    for path, change in changes.items():
-        if (
-            (change.u.dim(), change.v.dim()) != (2, 2)
-            or len(change.u) != len(change.v)
-            or {change.u.dtype, change.v.dtype} != {torch.float32}
-        ):
-            raise PatchFormatError(
-                f"expected u (R, N) and v (R, K) in fp32 for {path}, got {tuple(change.u.shape)}"
-                f" {change.u.dtype} and {tuple(change.v.shape)} {change.v.dtype}"
-            )
-    return changes

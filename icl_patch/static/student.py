@@ -1,4 +1,4 @@
-"""Passes of a model over rows of ids: from some block on, and to the logits of some tokens."""
+"""Passes of a model over rows of ids: to its last block, and from there to some tokens' logits."""
 
 from contextlib import suppress
 from functools import partial
@@ -29,76 +29,60 @@ class Student:
         self.model = model
         self._switches = switch_lengths(model)
         self.layers: list[nn.Module] = list(layers_of(model).values())
-        self.tuples: list[bool] = [False] * len(self.layers)  # whether a block returns a tuple
-        with (
-            torch.no_grad(),
-            self._overrides({i: self._noting(i) for i in range(len(self.layers))}),
-        ):
+        self._tuples: list[bool] = []  # whether each block returns a tuple
+        noting = ((layer, partial(self._note, layer, layer.forward)) for layer in self.layers)
+        with torch.no_grad(), Overrides(noting):
             self._call(torch.zeros(1, 1, dtype=torch.int64, device=input_device(model)))
+
+    def _note(self, layer: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        self._tuples.append(isinstance(out, tuple))
+        hidden = _first(out)
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise UnsupportedModelError(
+                "expected blocks that give hidden states (B, T, d) for a static patch, got"
+                f" {type(layer).__name__}, which gives others"
+            )
+        return out
 
     def kind(self, length: int) -> int:
         """Equal for lengths of rows that may share a batch: LongRoPE goes by its longest row."""
         return sum(length > switch for switch in self._switches)
 
-    def below(self, ids: Tensor, block: int) -> Tensor:
-        """The hidden states (B, T, d) that the block before one gives, of ids (B, T)."""
-        return self._behind(ids, block - 1, {})
+    def final(self, ids: Tensor) -> Tensor:
+        """The hidden states (B, T, d) behind the last block, of ids (B, T).
 
-    def final(self, ids: Tensor, block: int = 0, below: Tensor | None = None) -> Tensor:
-        """The hidden states (B, T, d) behind the last block, of ids (B, T); from the hidden states
-        ``below`` before ``block``, if they are known.
+        They are what its own forward returns: hooks on the block see it when it is given back.
         """
-        given = {} if below is None else self._giving(block, below)
-        return self._behind(ids, len(self.layers) - 1, given)
-
-    def _behind(self, ids: Tensor, block: int, forwards: dict[int, Forward]) -> Tensor:
-        """What a block's own forward returns: hooks on the block see it when it is given back."""
         found: list[Tensor] = []
-        forward = self.layers[block].forward
+        forward = self.layers[-1].forward
 
         def stop(*args: Any, **kwargs: Any) -> Any:
-            out = forward(*args, **kwargs)
-            found.append(out[0] if isinstance(out, tuple) else out)
+            found.append(_first(forward(*args, **kwargs)))
             raise _Stopped
 
-        with self._overrides(forwards | {block: stop}), suppress(_Stopped):
+        with Overrides([(self.layers[-1], stop)]), suppress(_Stopped):
             self._call(ids)
         return found[0].to(ids.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) fp32, from hidden states (n, d) of single tokens behind the last block."""
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
-        with self._overrides(self._giving(len(self.layers), hidden.unsqueeze(1))):
+        rows = hidden.unsqueeze(1)
+
+        def give(returns_tuple: bool, *_args: Any, **_kwargs: Any) -> Any:
+            return (rows,) if returns_tuple else rows
+
+        gives = (partial(give, returns_tuple) for returns_tuple in self._tuples)
+        with Overrides(zip(self.layers, gives, strict=True)):
             return self._call(ids)[:, 0].float()
-
-    def _giving(self, block: int, hidden: Tensor) -> dict[int, Forward]:
-        """The forwards of the blocks before one, which hand on these hidden states."""
-
-        def give(*_args: Any, returns_tuple: bool, **_kwargs: Any) -> Any:
-            return (hidden,) if returns_tuple else hidden
-
-        return {i: partial(give, returns_tuple=self.tuples[i]) for i in range(block)}
-
-    def _noting(self, number: int) -> Forward:
-        forward = self.layers[number].forward
-
-        def note(*args: Any, **kwargs: Any) -> Any:
-            out = forward(*args, **kwargs)
-            self.tuples[number] = isinstance(out, tuple)
-            hidden = out[0] if isinstance(out, tuple) else out
-            if not isinstance(hidden, Tensor) or hidden.dim() != 3:
-                raise UnsupportedModelError(
-                    "expected blocks that give hidden states (B, T, d) for a static patch, got"
-                    f" {type(self.layers[number]).__name__}, which gives others"
-                )
-            return out
-
-        return note
-
-    def _overrides(self, forwards: dict[int, Forward]) -> Overrides:
-        return Overrides((self.layers[i], forward) for i, forward in forwards.items())
 
     def _call(self, ids: Tensor) -> Tensor:
         mask = torch.ones_like(ids)
         logits: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return logits
+
+
+def _first(out: Any) -> Any:
+    """The hidden states that a block returns, alone or first in a tuple."""
+    return out[0] if isinstance(out, tuple) else out

@@ -172,7 +172,8 @@ def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
     for batch in batches(sorted(targets, key=length_of), length_of, student.kind):
         hidden = student.final(pad([target.ids for target in batch], input_device(student.model)))
         own = [row[target.asked] for row, target in zip(hidden, batch, strict=True)]
-        found = _compared(student, torch.cat([target.hidden for target in batch]), torch.cat(own))
+        wanted = torch.cat([target.hidden for target in batch]).to(hidden.dtype)
+        found = _compared(student, wanted, torch.cat(own))
         for target, part in zip(batch, found.split([len(x) for x in own], 1), strict=True):
             labels = torch.tensor(target.labels or part[3].tolist(), device=part.device)
             is_right = part[2] == labels

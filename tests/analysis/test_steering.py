@@ -10,22 +10,11 @@ from support.models import build, tokens
 from support.numeric import noise_limit, normal, seeded
 from torch import Tensor
 
-from icl_patch import (
-    ContextPatch,
-    ContextPatcher,
-    FingerprintMismatch,
-    PatchFormatError,
-    UnsupportedModelError,
-    metrics,
-)
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.analysis.composition import additivity
-from icl_patch.analysis.steering import (
-    in_rome_form,
-    input_covariances,
-    steered,
-    steering_vectors,
-)
+from icl_patch.analysis.steering import in_rome_form, input_covariances, steered, steering_vectors
 from icl_patch.analysis.transfer import on_other_weights
+from icl_patch.errors import FingerprintMismatch, PatchFormatError
 from icl_patch.evaluation import tiny_models
 
 CONTEXT, KEPT = tokens(0, 2, 7), tokens(1, 2, 3)
@@ -36,15 +25,8 @@ def with_context(model: torch.nn.Module, *contexts: Tensor) -> Tensor:
     return model(torch.cat([*contexts, KEPT], 1)).logits[:, -KEPT.shape[1] :]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        "gpt2",  # a bias
-        "cohere",  # the attention beside the MLP
-        "granite",  # multiplies its MLP's output
-    ],
-)
+# a weight, a bias, the attention beside the MLP, a multiplied MLP
+@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "granite"])
 @torch.no_grad()
 def test_steering_has_the_effect_of_the_context(family: str) -> None:
     model = tiny_models.build(family, 0)
@@ -78,29 +60,23 @@ def test_rome_form_is_the_least_edit_of_other_inputs() -> None:
     covariances = input_covariances(model, patch.blocks, text)
     inputs: dict[str, Tensor] = {}
     layer = model.get_submodule(patch.blocks[1].path)
-    for name, module in (
-        ("readers.v", layer.mlp.gate_proj),
-        ("mlp.down_proj.v", layer.mlp.down_proj),
-    ):
-        module.register_forward_pre_hook(
+    for name, path in (("readers.v", "mlp.gate_proj"), ("mlp.down_proj.v", "mlp.down_proj")):
+        layer.get_submodule(path).register_forward_pre_hook(
             lambda _module, args, name=name: inputs.__setitem__(name, args[0][0].double())
         )
     model(text)
     edited = in_rome_form(patch, covariances)
     for name, z in inputs.items():
         c = z.T @ z / len(z)
-        assert torch.allclose(
-            covariances[1][name], c + 1e-4 * c.diagonal().mean() * torch.eye(len(c))
-        )
+        ridge = 1e-4 * c.diagonal().mean() * torch.eye(len(c))
+        assert torch.allclose(covariances[1][name], c + ridge)
         old, new = (p.layers[1][name][0, 0].double() for p in (patch, edited))
         key = old / old.square().sum()
         solved = torch.linalg.inv(covariances[1][name]) @ key
         assert torch.allclose(new, solved / (key @ solved), rtol=1e-4, atol=1e-6)
         # of all k with k·z = 1, this one is read least in the text
-        others = [
-            old,
-            *(new + 0.01 * x - 0.01 * (x @ key) * old for x in normal(seeded(0), 9, len(c))),
-        ]
+        random = normal(seeded(0), 9, len(c))
+        others = [old, *(new + 0.01 * x - 0.01 * (x @ key) * old for x in random)]
         assert all((z @ new).square().mean() < (z @ other).square().mean() for other in others)
     with ContextPatcher(model, "direct") as patcher:
         replayed = patcher.forward(KEPT, edited)
@@ -120,8 +96,10 @@ def test_a_patch_on_other_weights_is_asked_for() -> None:
             patcher.forward(KEPT, patch)
         moved = on_other_weights(patch, patcher)
         got = patcher.forward(KEPT, moved)
+        block = patch.blocks[0]
+        other = replace(block, spec=replace(block.spec, residual_multiplier=2.0))
         with pytest.raises(PatchFormatError, match="expected a patch of blocks"):
-            on_other_weights(_with_other_blocks(patch), patcher)
+            on_other_weights(replace(patch, blocks=(other, *patch.blocks[1:])), patcher)
     assert patch.info.fingerprint[:12] in moved.info.model
     for name, change in patch.weight_changes(0, 0):
         assert any(n == name and torch.equal(x, change) for n, x in moved.weight_changes(0, 0))
@@ -133,12 +111,6 @@ def test_a_patch_on_other_weights_is_asked_for() -> None:
         pytest.raises(FingerprintMismatch, match=r"expected a patch of a model in torch\.bfloat16"),
     ):
         on_other_weights(patch, patcher)
-
-
-def _with_other_blocks(patch: ContextPatch) -> ContextPatch:
-    block = patch.blocks[0]
-    other = replace(block, spec=replace(block.spec, residual_multiplier=2.0))
-    return replace(patch, blocks=(other, *patch.blocks[1:]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mixtral"])
@@ -154,9 +126,7 @@ def test_additivity_is_that_of_matrices(family: str) -> None:
     )
     squares: dict[str, list[float]] = {}
     for name in {*whole, *parts[0], *parts[1]}:
-        changes = [p.get(name) for p in (whole, *parts)]
-        zero = torch.zeros_like(next(x for x in changes if x is not None))
-        a, b, c = (zero if x is None else x for x in changes)
+        a, b, c = (p.get(name, torch.zeros(())) for p in (whole, *parts))
         sums = squares.setdefault(name.partition("[")[0], [0.0, 0.0])
         sums[0] += float((a - b - c).square().sum())
         sums[1] += float(a.square().sum())

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 
 from icl_patch import ops
 from icl_patch.bench import BENCHMARKS, timing
-from icl_patch.bench.cases import attention, linear
+from icl_patch.bench.cases import linear
 from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results, load_all, page
 from icl_patch.bench.timing import InTurn, compare
@@ -87,38 +86,33 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
 
     both, nbytes = {"ours": done, "other": done}, {"ours": 8, "other": 4}
     cases = [
-        case("a", both, ("other",), nbytes={"ours": 8}, ceiling=4.0, notes={"passes": 3.0}),
+        case("a", both, ("other",), nbytes=nbytes, ceiling="other", notes={"passes": 3.0}),
         case("b", {"ours": done, "other": raises}),
         Case("c", cannot_be_built),
         case("d", both, ("ours",)),
         case("e", both, nbytes=nbytes, ceiling="other"),
-        case("f", both, ("other",), nbytes=nbytes, ceiling="other"),
     ]
     results = Results("linear", CPU, tmp_path)
     lines = list(results.measure(cases, rounds=3))
-    assert [good for _, good in lines] == [True] + [True, False] * 4 + [True, True, True, False]
+    assert [good for _, good in lines] == [True] + [True, False] * 4 + [True, True]
     rows = {(row["case"], row["call"]): row for row in json.loads(results.path.read_text())["rows"]}
     assert rows["a", "other"]["failed"] == "expected 1, got 2"
     assert "seconds" not in rows["a", "other"]
-    mine = rows["a", "ours"]
+    mine, beside = rows["a", "ours"], rows["e", "ours"]
     assert (mine["ratio"], mine["error"], mine["passes"]) == (1, 0.5, 3)
-    assert mine["of ceiling"] == pytest.approx(8 / mine["seconds"]["median"] / 4)
-    assert mine["ceiling GB/s"] == 4e-9
-    beside = rows["e", "ours"]
+    assert "GB/s" in mine and "of ceiling" not in mine
     assert beside["of ceiling"] == pytest.approx(2 * rows["e", "other"]["ratio"])
     assert beside["ceiling GB/s"] == rows["e", "other"]["GB/s"]
     assert rows["e", "other"]["of ceiling"] == 1
-    assert "GB/s" in rows["f", "ours"] and "of ceiling" not in rows["f", "ours"]
     assert rows["b", "other"]["failed"] == "RuntimeError: no memory"
     assert rows["c", ""]["failed"] == "ValueError: no such weight"
     assert "failed" in rows["d", "ours"] and "ratio" not in rows["d", "other"]
     assert "seconds" in rows["d", "other"]
     table = results.path.with_suffix(".md").read_text()
     assert "| FAILED: expected 1, got 2 |" in table
-    assert [
-        len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines() if line.startswith("|")
-    ] == [10] * 8
-    assert table.count("- Failed: ") == 5
+    drawn = [line for line in table.splitlines() if line.startswith("|")]
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in drawn] == [10] * 7
+    assert table.count("- Failed: ") == 4
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +121,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     def named(name: str) -> Case:
         def build() -> Comparison:
             built.append(name)
-            return Comparison(
-                "ours",
-                {"ours": done},
-                lambda *_: math.inf if name == "bad" and built.count("bad") < 2 else None,
-            )
+            return Comparison("ours", {"ours": done}, lambda *_: None)
 
         return Case(name, build)
 
@@ -158,17 +148,6 @@ def test_a_file_of_another_environment_is_begun_anew(tmp_path: Path) -> None:
     old.data["environment"] |= {"torch": "0.0"}
     list(old.measure([case("a", {"ours": done})], rounds=1))
     assert old.data["rows"] and Results("linear", CPU, tmp_path).data["rows"] == []
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_calls_on_a_gpu() -> None:
-    device = torch.device("cuda")
-    inputs = [torch.full((2**22,), float(i), device=device) for i in range(5)]
-    total = torch.zeros(2**22, device=device)
-    calls = {"graph": InTurn(total.add_, inputs), "eager": lambda: total.add_(inputs[0])}
-    found = compare(calls, device)
-    assert all(0 < x["low"] <= x["median"] <= x["high"] for x in found.values())
 
 
 @pytest.mark.gpu
@@ -246,15 +225,6 @@ def test_a_broken_op_fails_and_the_command_says_so(
     for row in load_all(tmp_path, "linear")[0]["rows"]:
         if row["ours"]:
             assert row["failed"].startswith("expected the fp64 result")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention(dtype: torch.dtype) -> None:
-    comparison = attention.comparison(5, 6, 2, 8, 9, dtype, CPU)
-    for name, call in comparison.calls.items():
-        comparison.check(name, call())
-    with pytest.raises(AssertionError, match="expected the fp64 result within"):
-        comparison.check("repeated", comparison.calls["repeated"]() + 0.1)
 
 
 # What is committed

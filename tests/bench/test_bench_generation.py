@@ -62,7 +62,6 @@ MIXTURE = RandomModel("tiny mixture", Qwen3MoeConfig, 48, 24, 1, 4, 2, 12, 97, e
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(generation, "ceiling", lambda device: 1e10)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     if not torch.cuda.is_available():  # the compiler's code is checked where it is timed
         monkeypatch.setattr(graph_partition, "BACKEND", "eager")
@@ -97,7 +96,6 @@ def test_every_way_says_what_the_model_says(
     limit = noise_limit(generation.models_of(shape, torch.float32, device).plain)
     assert found.ours == OURS == next(iter(found.calls))
     assert {PLAIN, COMPILED, NAIVE, OURS_COMPILED, "replay of a given patch"} <= set(found.calls)
-    assert ("recompute and apply, CUDA graph" in found.calls) == (device == CUDA)
     assert (PEFT in found.calls) == (generation.has_peft())
     for name, call in found.calls.items():
         if name == EXACT and os.environ.get("ICL_PATCH_OPS") == "torch":
@@ -113,7 +111,7 @@ def test_every_way_says_what_the_model_says(
 
 
 def test_a_mixture_of_experts() -> None:
-    """Our forms and the plain step's; of the experts the bytes of those that were chosen, once."""
+    """Our forms and the plain step's."""
     found = generation.comparison(MIXTURE, 1, 7, torch.float32, CPU)
     assert set(found.calls) == {
         OURS,
@@ -131,11 +129,6 @@ def test_a_mixture_of_experts() -> None:
         logits = call()
         assert found.check(name, logits) <= limit
         assert float((logits - expected).abs().max() / expected.abs().max()) <= limit, name
-    experts = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 3)
-    assert (
-        found.nbytes[OURS]
-        == sum(parameter.nbytes for parameter in model.parameters()) - experts * 4 // 6
-    )
 
 
 def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,25 +19,32 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "papers"))
 
 import discussion  # noqa: E402
+from pages import TEMPLATES  # noqa: E402
 
 RESULTS = ROOT / "docs" / "papers"
 
 
 @pytest.fixture(scope="module")
 def committed() -> dict[str, Any]:
-    return json.loads((RESULTS / discussion.NUMBERS).read_text("utf-8"))
+    return discussion.PAGE.read(RESULTS)["discussion"]
 
 
 def test_the_committed_page_is_that_of_the_numbers(committed: dict[str, Any]) -> None:
-    assert discussion.page(committed) == (RESULTS / discussion.PAGE).read_text("utf-8")
+    page = discussion.PAGE.text({"discussion": committed})
+    assert page == (RESULTS / "discussion.md").read_text("utf-8")
     assert [row["steps"] for row in committed["transfer"]] == list(discussion.STEPS)
 
 
-def test_no_number_of_the_notes_is_written_by_hand() -> None:
-    """But for those of formulas, settings and references."""
-    text = discussion.NOTES.read_text("utf-8")
-    allowed = r"\{\w+\}|^    .*|`[^`]*`|Section 5|rank-1|2022, Equation 2|fp32|C = 1|0 to 1"
-    assert not re.findall(r".*\d.*", re.sub(allowed, "", text, flags=re.M))
+def test_no_number_of_the_templates_is_written_by_hand() -> None:
+    """But for those of formulas, settings, references and dtypes."""
+    allowed = (
+        r"\{[{%].*?[}%]\}|^    .*|`[^`]*`|\]\([^)]*\)|Section 5|rank-1|2022, Equation 2|0 to 1"
+    )
+    allowed += r"|Gemma 3|bf16|fp16|fp32|9[058]\S* %|87.5 %|1e-[46]|50 and 90 %|25 %|Algorithm 1"
+    allowed += r"|Definitions 3 and 4|\| 75 %|‖: 5 %"
+    for name in ("discussion", "real-model", "SmolLM2-135M-Instruct"):
+        text = re.sub(allowed, "", (TEMPLATES / f"{name}.md").read_text("utf-8"), flags=re.M | re.S)
+        assert not re.findall(r".*\d.*", text), name
 
 
 def test_the_conclusions_hold(committed: dict[str, Any]) -> None:
@@ -77,12 +84,12 @@ def test_the_script_runs_on_a_small_model(
     tokenizer.save_pretrained(folder)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     assert discussion.main([str(folder), "--quick", "--out", str(tmp_path)]) == 0
-    numbers = json.loads((tmp_path / discussion.NUMBERS).read_text("utf-8"))
+    numbers = json.loads((tmp_path / "discussion.json").read_text("utf-8"))
     assert max(numbers["steering"]["error"].values()) < 1e-4
     first, second = numbers["transfer"]
     assert first["weights"] == 0 < second["weights"]
     assert max(first["patch"], first["steering"]) < 1e-4 < first["none"]
-    assert (tmp_path / discussion.PAGE).read_text("utf-8").startswith("# What the papers'")
+    assert (tmp_path / "discussion.md").read_text("utf-8").startswith("# What the papers'")
     with pytest.raises(SystemExit):
         discussion.main(["--quick", "--redraw", str(folder)])
     assert "expected a folder, or --redraw" in capsys.readouterr().err

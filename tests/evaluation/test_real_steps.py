@@ -1,4 +1,4 @@
-"""The check of a real model, tried on a small one: texts, references, and what it notices."""
+"""The check of a real model, tried on a small one: references, and what it notices."""
 
 import json
 import sys
@@ -16,16 +16,7 @@ from icl_patch import ContextPatcher, embedded, metrics
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import real_steps
-from real_steps import (
-    COMPUTE,
-    ONE_PASS,
-    TWO_PASSES,
-    WAYS,
-    Case,
-    Counts,
-    batch_of,
-    references,
-)
+from real_steps import COMPUTE, ONE_PASS, TWO_PASSES, WAYS, Case, batch_of, references
 
 TOKENIZER = embedded.load()[1]
 RAGGED = Case("pages", 3, 20, True, 6)
@@ -37,17 +28,12 @@ def small_model(dtype: torch.dtype) -> Any:
     return model
 
 
-# -- references
-
-
 def test_the_references_are_the_model_on_each_row_alone() -> None:
     """Up to rounding; and each is a run of its own, with other bits."""
     model = small_model(torch.float32)
     batch = batch_of(RAGGED, 0, TOKENIZER)
-    runs = references(model, batch)
-    assert batch.tokens is not None
-    assert torch.equal(runs.tokens, batch.tokens)
-    assert torch.equal(runs.current, torch.cat([batch.ids[:, -1:], batch.tokens[:, :-1]], 1))
+    logits = references(model, batch)
+    assert torch.equal(batch.current, torch.cat([batch.ids[:, -1:], batch.tokens[:, :-1]], 1))
     limit = noise_limit(model, batch.ids)
     for row in range(3):
         ids = torch.cat([batch.ids[row, batch.mask[row]], batch.tokens[row, :-1]])
@@ -55,41 +41,18 @@ def test_the_references_are_the_model_on_each_row_alone() -> None:
             alone = model(ids[None]).logits[0, -6:]
         for way in WAYS:
             kept = batch.kept_mask[row] if way == COMPUTE else slice(None)
-            error = metrics.linf(runs.logits[way][row, kept], alone[kept]).max()
+            error = metrics.linf(logits[way][row, kept], alone[kept]).max()
             assert error <= limit, (way, row)
-    assert not torch.equal(runs.logits[ONE_PASS], runs.logits[TWO_PASSES])
-
-
-# -- what it notices
+    assert not torch.equal(logits[ONE_PASS], logits[TWO_PASSES])
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def measured(request: pytest.FixtureRequest) -> Any:
     """A patcher, a batch and its references."""
     batch = batch_of(RAGGED, 1, TOKENIZER)
-    runs = references(small_model(request.param), batch)
-    with ContextPatcher(small_model(request.param)) as patcher:
-        yield patcher, batch, runs
-
-
-def counted(measured: Any, way: str, elsewhere: Any = None) -> Counts:
-    patcher, batch, runs = measured
-    counts = Counts(way, 3)
-    real_steps.count(counts, patcher, batch, runs, elsewhere or patched_here(patcher))
-    return counts
-
-
-def patched_here(patcher: ContextPatcher) -> Any:
-    return lambda patch: patcher.forward(patch.kept_ids, patch)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_all_tokens_of_a_small_model_are_bit_identical(way: str, measured: Any) -> None:
-    counts = counted(measured, way)
-    tokens = int(measured[1].kept_mask.sum()) if way == COMPUTE else 18
-    assert counts.tokens == counts.identical == tokens
-    assert counts.saved == counts.saved_identical == (tokens if way == COMPUTE else 3)
-    assert counts.misses == 0
+    logits = references(small_model(request.param), batch)
+    with ContextPatcher(small_model(request.param), tokenizer=TOKENIZER) as patcher:
+        yield patcher, batch, logits
 
 
 def flipped(logits: Tensor) -> Tensor:
@@ -100,18 +63,20 @@ def flipped(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_flipped_bit_is_counted(
+def test_all_tokens_are_bit_identical_and_one_flipped_bit_is_counted(
     way: str, measured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patcher = measured[0]
+    patcher, batch, logits = measured
+    counts = real_steps.count(patcher, way, batch, logits[way])
+    tokens = int(batch.kept_mask.sum()) if way == COMPUTE else 18
+    assert counts["tokens"] == counts["identical"] == tokens
+    assert counts["saved"] == counts["saved_identical"] == (tokens if way == COMPUTE else 3)
+    assert counts["misses"] == 0
     forward = patcher.forward
-    counts = counted(measured, way, lambda patch: flipped(forward(patch.kept_ids, patch)))
-    assert counts.identical == counts.tokens
-    assert counts.saved_identical == counts.saved - 1
     monkeypatch.setattr(patcher, "forward", lambda *inputs: flipped(forward(*inputs)))
-    counts = counted(measured, way, lambda patch: forward(patch.kept_ids, patch))
-    assert counts.identical == counts.tokens - (1 if way == COMPUTE else 6)
-    assert counts.saved_identical == counts.saved
+    counts = real_steps.count(patcher, way, batch, logits[way])
+    assert counts["identical"] == tokens - (1 if way == COMPUTE else 6)
+    assert counts["saved_identical"] == counts["saved"] - 1
 
 
 def test_signs_of_zero_are_bits_too() -> None:
@@ -123,30 +88,28 @@ def test_signs_of_zero_are_bits_too() -> None:
 
 def test_a_model_without_steps_of_one_pass_is_named() -> None:
     model, batch = small_model(torch.float32), batch_of(RAGGED, 0, TOKENIZER)
-    runs = references(model, batch)
     with ContextPatcher(model) as patcher:
         model.model.layers[0].register_forward_hook(lambda *_: None)
         with pytest.raises(ValueError, match="expected exact steps in one pass"):
-            next(real_steps.patches(patcher, ONE_PASS, batch, runs))
+            next(real_steps.patches(patcher, ONE_PASS, batch))
 
 
 @pytest.mark.stress
-def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
-    """With the second process, which replays from files."""
+def test_a_folder_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_model(torch.float32).save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    found = real_steps.measure(tmp_path / "model", torch.bfloat16, [RAGGED])
-    assert [counts.way for counts in found] == list(WAYS)
-    for counts in found:
-        assert counts.tokens == counts.identical > 0
-        assert counts.saved == counts.saved_identical > 0
+    monkeypatch.setattr(real_steps, "PARTS", tmp_path / "parts")
+    monkeypatch.setattr(real_steps, "SHORT", [RAGGED])
+    out = tmp_path / "counts.json"
+    for _ in range(2):  # the second goes on, with nothing
+        assert real_steps.main([str(tmp_path / "model"), "--short", "--out", str(out)]) == 0
+        counts = json.loads(out.read_text())["counts"]
+        assert [each["way"] for each in counts] == [*WAYS] * 3
 
-
-# -- what is promised
 
 COUNTS = {
     "rows": 3, "tokens": 900, "identical": 900, "misses": 0, "saved": 7, "saved_identical": 7,
-    "reader_error": 1e-7, "correction": 1e-7,
+    "reader_error": 1e-7, "correction": 1e-7, "dtype": "float32", "way": "compute",
 }  # fmt: skip
 
 
@@ -163,9 +126,9 @@ COUNTS = {
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_a_promise_that_does_not_hold_fails(wrong: dict[str, Any]) -> None:
-    counts = COUNTS | {"dtype": "float32", "way": "compute", "environment": "as it is"}
-    assert real_steps.failures([counts] * 6, 5000) == []
-    [line] = real_steps.failures([*[counts] * 6, counts | wrong], 5000)
+    assert real_steps.failures([COUNTS] * 6, 5000) == []
+    assert "fewer than 5000" in real_steps.failures([COUNTS] * 5, 5000)[0]
+    [line] = real_steps.failures([*[COUNTS] * 6, COUNTS | wrong], 5000)
     assert line.startswith("not exact: ") and '"dtype": "float32"' in line
 
 
@@ -173,6 +136,4 @@ def test_the_committed_counts_keep_all_promises() -> None:
     path = real_steps.ROOT / "docs" / "data" / "real-exact.json"
     counts = json.loads(path.read_text(encoding="utf-8"))["counts"]
     assert real_steps.failures(counts, real_steps.LEAST) == []
-    found = {(each["dtype"], each["environment"]) for each in counts}
-    environments = (real_steps.AS_IT_IS, *real_steps.ENVIRONMENTS)
-    assert found == {(dtype, name) for dtype in real_steps.DTYPES for name in environments}
+    assert {each["dtype"] for each in counts} == {*real_steps.DTYPES}

@@ -24,7 +24,7 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the repository's examples")
-@pytest.mark.parametrize("name", ["own_loop", "static_patch"])
+@pytest.mark.parametrize("name", ["own_loop"])
 def test_examples_say_that_they_hold(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert example(name).main()
     assert capsys.readouterr().out

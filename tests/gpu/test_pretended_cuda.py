@@ -32,20 +32,8 @@ CHOSEN = (
 
 def test_on_a_pretended_device() -> None:
     places = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-p",
-        "support.pretend_cuda",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "gpu",
-        "-k",
-        CHOSEN,
-    ]
+    options = "-P -m pytest -p support.pretend_cuda -p no:cacheprovider -m gpu -k"
+    command = [sys.executable, *options.split(), CHOSEN]
     done = subprocess.run(
         [*command, *(str(TESTS / name) for name in FILES)],
         env=os.environ | {"ICL_PATCH_OPS": "torch", "PYTHONPATH": places},

@@ -25,14 +25,12 @@ def test_every_way_of_a_static_patch(family: str, tmp_path: Path) -> None:
         "preserve": texts,
         "accept_worse": True,
         "distillation": Distillation(steps=4, check_every=2, dtype=torch.float32),
-        "state": tmp_path / "state",
     }
     model = build(family).cuda()
     patch = fit(model, examples, **options)
-    again = fit(model, examples, **options)  # from the files
-    on_cpu = fit(build(family), examples, **{**options, "state": None})
+    on_cpu = fit(build(family), examples, **options)
+    assert fit(model, examples, **options, start=on_cpu).rank == 2
     for path, change in patch.changes.items():
-        assert torch.equal(change.dense().cpu(), again.changes[path].dense().cpu())
         expected = on_cpu.changes[path].dense()
         # fp32 passes on both devices, before gradient steps
         assert (change.dense().cpu() - expected).norm() < 0.05 * expected.norm()

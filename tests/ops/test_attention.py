@@ -6,7 +6,6 @@ from support.inversion import needs_native
 from support.numeric import (
     FLOATS,
     UNIT,
-    check_refused,
     every_dtype,
     normal,
     numbers_of_threads,
@@ -126,38 +125,3 @@ def test_registration_and_compilation() -> None:
         assert same_bits(compiled(query, key, value, mask), expected)
     meta = [x.to("meta") for x in (query, key, value)]
     assert ops.decode_attention(*meta).shape == (2, 4, 6)
-
-
-Q, K = torch.ones(2, 4, 3), torch.ones(2, 2, 5, 3)
-ERRORS = {
-    "vector": (
-        lambda: ops.decode_attention(Q[0], K, K),
-        ValueError,
-        "expected query (B, H, D), key (B, G, S, D) and value (B, G, S, E), got 2, 4 and 4"
-        " dimensions",
-    ),
-    "heads": (
-        lambda: ops.decode_attention(Q[:, :3], K, K),
-        ValueError,
-        "expected key (2, G, S, 3) and value (2, G, S, E) of a query (2, 3, 3), where G divides 3,"
-        " got (2, 2, 5, 3) and (2, 2, 5, 3)",
-    ),
-    "dtype": (
-        lambda: ops.decode_attention(Q, K.half(), K),
-        TypeError,
-        "expected one dtype, got torch.float32, torch.float16 and torch.float32",
-    ),
-    "mask": (
-        lambda: ops.decode_attention(Q, K, K, torch.ones(2, 5)),
-        ValueError,
-        "expected a mask (2, 5) of bools, got (2, 5) torch.float32",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", ERRORS)
-def test_what_does_not_fit_is_refused(mistake: str) -> None:
-    call, error, message = ERRORS[mistake]
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            check_refused(error, message, call)

@@ -5,7 +5,6 @@ import torch
 from support import expert_products
 from support.inversion import needs_native
 from support.numeric import (
-    check_refused,
     every_dtype,
     numbers_of_threads,
     poisoned_memory,
@@ -64,48 +63,3 @@ def test_what_nobody_can_look_at_is_not_another_experts() -> None:
             of.x, of.weight, of.expert.clone().fill_(wrong), of.bias, torch.float32, gather=True
         )
         assert not out.any()
-
-
-def test_the_shape_on_the_meta_device() -> None:
-    of = expert_products.case((3, 2, 4, 5, 7), torch.bfloat16, False, True)
-    assert ops.expert_linear(*(part.to("meta") for part in of[:4])).shape == (3, 2, 5)
-
-
-X, W, E = torch.ones(3, 5), torch.ones(4, 7, 5), torch.zeros(3, 2, dtype=torch.int64)
-ERRORS = {
-    "expert of floats": (
-        (X, W, E.float()),
-        {},
-        ValueError,
-        "expected expert (M, k) of integers, got (3, 2) torch.float32",
-    ),
-    "one expert a row": (
-        (X, W, E[:, 0]),
-        {},
-        ValueError,
-        "expected expert (M, k) of integers, got (3,) torch.int64",
-    ),
-    "rows": (
-        (X[:2], W, E),
-        {},
-        ValueError,
-        "expected x (3, K) or (3, 2, K) and weight (E, N, K), got (2, 5) and (4, 7, 5)",
-    ),
-    "no such expert": ((X, W, E + 4), {}, ValueError, "expected expert from 0 to 3, got 4 to 4"),
-    "before the first": (
-        (X, W, E - 1),
-        {},
-        ValueError,
-        "expected expert from 0 to 3, got -1 to -1",
-    ),
-    "expert's device": ((X, W, E.to("meta")), {}, ValueError, "expected expert on cpu, got meta"),
-}
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("mistake", ERRORS)
-def test_what_does_not_fit_is_refused(mistake: str, grad: bool) -> None:
-    arguments, options, error, message = ERRORS[mistake]
-    with torch.set_grad_enabled(grad):
-        ops.expert_linear(X, W, E)
-        check_refused(error, message, lambda: ops.expert_linear(*arguments, **options))

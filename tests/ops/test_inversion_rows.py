@@ -52,7 +52,7 @@ POISON: dict[str, tuple[str, float, Status]] = {
 def test_a_poisoned_row_leaves_the_others_alone(invert: Invert, poison: str) -> None:
     """One of 1,024, in the middle of the batch."""
     name, value, status = POISON[poison]
-    m, g = (x[:1024] for x in mixed_rows(33, 64))
+    m, g = (x[:1024] for x in mixed_rows(33, 74))
     arguments = {"m": m, "g": g, "rms": torch.rand(1024, generator=seeded(4)) + 0.5}
     arguments["fallback"] = normal(seeded(3), 1024, 33, dtype=torch.float32)
     row = 517

@@ -7,9 +7,7 @@ import torch
 from support import row_ops
 from support.inversion import needs_native
 from support.numeric import (
-    FLOATING,
     FLOATS,
-    check_refused,
     every_dtype,
     normal,
     numbers_of_threads,
@@ -92,55 +90,3 @@ def test_threads_do_not_change_a_bit() -> None:
         assert same_bits(
             ops.gated_product(x[row : row + 1], up[row : row + 1], "silu"), alone[0][row : row + 1]
         )
-
-
-X = torch.ones(3, 5)
-ERRORS = {
-    "no columns": (
-        lambda: ops.rms_norm(X[:, :0], X[0, :0], 1e-5),
-        ValueError,
-        "expected x (M, d) with d ≥ 1, got (3, 0)",
-    ),
-    "scale": (
-        lambda: ops.rms_norm(X, X[:2], 1e-5),
-        ValueError,
-        "expected scale (3, 5) or (5,), got (2, 5)",
-    ),
-    "integer scale": (
-        lambda: ops.rms_norm(X, X.int(), 1e-5),
-        TypeError,
-        FLOATING.format("scale", "int32"),
-    ),
-    "eps": (lambda: ops.rms_norm(X, X, -1.0), ValueError, "expected a finite eps ≥ 0, got -1.0"),
-    "odd pair": (
-        lambda: ops.norm_pair(X, X[0], 1e-5),
-        ValueError,
-        "expected hidden (2M, d), got (3, 5)",
-    ),
-    "weight": (
-        lambda: ops.norm_pair(X[:2], X[:2], 1e-5),
-        ValueError,
-        "expected weight (5,), got (2, 5)",
-    ),
-    "activation": (
-        lambda: ops.gated_product(X, X, "relu"),
-        ValueError,
-        "expected activation 'gelu_tanh' or 'silu', got 'relu'",
-    ),
-    "gate": (
-        lambda: ops.gated_product(X, X[:2], "silu"),
-        ValueError,
-        "expected gate and up (M, N), got (3, 5) and (2, 5)",
-    ),
-    "up": (
-        lambda: ops.gated_product(X, X.half(), "silu"),
-        TypeError,
-        "expected up in gate's dtype torch.float32, got torch.float16",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", ERRORS)
-def test_what_does_not_fit_is_refused(mistake: str) -> None:
-    call, error, message = ERRORS[mistake]
-    check_refused(error, message, call)

@@ -7,10 +7,8 @@ import pytest
 import torch
 from support.inversion import IMPLEMENTATIONS, needs_native
 from support.numeric import (
-    FLOATING,
     ULP,
     UNIT,
-    check_refused,
     normal,
     same_bits,
     seeded,
@@ -144,22 +142,3 @@ def test_bad_rows_have_their_status_and_leave_the_others_alone(update: Update) -
     good = torch.ones(1024, dtype=torch.bool).index_fill_(0, bad, False)
     for name in ("u", "shift", "new_scale", "status", "evaluations"):
         assert same_bits(getattr(result, name)[good], getattr(plain, name)[good])
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"delta": torch.ones(3, 0)}, ValueError, "expected delta (B, n) with n ≥ 1, got n = 0"),
-        ({"hidden_down": torch.ones(3, 4)}, ValueError, "expected hidden_down (3, 5), got (3, 4)"),
-        (
-            {"hidden_down": torch.ones(3, 5, dtype=torch.bool)},
-            TypeError,
-            FLOATING.format("hidden_down", "bool"),
-        ),
-        ({"eps": -1e-6}, ValueError, "expected a finite eps ≥ 0, got -1e-06"),
-    ],
-)
-def test_stable_scale_refuses(changes: dict, error: type, message: str) -> None:
-    good = {"delta": torch.ones(3, 5), "scale": torch.ones(5), "hidden_down": torch.ones(3, 5)}
-    ops.stable_scale(**good)
-    check_refused(error, message, lambda: ops.stable_scale(**good | changes))

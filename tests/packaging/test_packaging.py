@@ -217,17 +217,3 @@ def test_an_old_setuptools_is_named() -> None:
     )
     required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]
     assert "setuptools>=77" in required["requires"]
-
-
-def test_make_clean_leaves_no_bytecode(tmp_path: Path) -> None:
-    shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    source = tmp_path / "icl_patch" / "cli" / "main.py"
-    kept = [source, tmp_path / ".git" / "__pycache__" / "mine"]
-    for file in (*kept, source.parent / "__pycache__" / "main.pyc", tmp_path / "build" / "x"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    (tmp_path / "tests" / "__pycache__").mkdir(parents=True)
-    subprocess.run(["make", "-C", str(tmp_path), "clean"], capture_output=True, check=True)
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(left) == sorted([*kept, tmp_path / "Makefile"])
-    assert [path.parent.name for path in tmp_path.rglob("__pycache__")] == [".git"]

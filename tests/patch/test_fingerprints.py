@@ -5,9 +5,7 @@ import gc
 import hashlib
 import pickle
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,21 +18,9 @@ from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch
 from icl_patch.patch import fingerprints
 from icl_patch.patch.fingerprints import tensor_hashes, weight_fingerprint, weight_state
 
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+DTYPES = [torch.float8_e4m3fn, torch.complex64, torch.bool]
+DTYPES += [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ROW = 8192  # bytes that have a pair of checksums
 
@@ -77,43 +63,14 @@ def test_a_change_of_any_element(dtype: torch.dtype, size: int) -> None:
     assert hash_of(x) == before
 
 
-def swapped(x: Tensor, first: Any, second: Any) -> Tensor:
-    changed = x.clone()
-    changed[first], changed[second] = x[second].clone(), x[first].clone()
-    return changed
-
-
-def hadamard(size: int) -> Tensor:
-    """Rows that differ in signs only, half of them."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
-
-
-@every_dtype
-@pytest.mark.parametrize("kind", ["random", "identity", "Hadamard"])
-def test_swapped_rows_columns_and_elements(dtype: torch.dtype, kind: str) -> None:
-    """Sums without factors miss swapped rows of the identity, sums without a shift high bits."""
-    made = {"identity": torch.eye(64), "Hadamard": hadamard(64)}
-    x = made.get(kind, random_bits(dtype, 64, 64)).to(dtype)
-    before, data = hash_of(x), x.view(torch.uint8)
-    rows = [swapped(x, first, second) for first, second in ((0, 1), (3, 40), (62, 63))]
-    columns = [swapped(x.T, first, second).T for first, second in ((0, 1), (3, 40), (62, 63))]
-    pairs = (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((5, 7), (40, 7)), ((63, 63), (63, 8)))
-    elements = [swapped(x, first, second) for first, second in pairs]
-    for changed in (*rows, *columns, *elements):
-        same = torch.equal(changed.contiguous().view(torch.uint8), data)
-        assert (hash_of(changed) == before) == same
-
-
 def test_shape_dtype_and_name_count() -> None:
     x = torch.zeros(6, dtype=torch.int32)
-    others = [x, x.view(2, 3), x.view(3, 2), x[:5], torch.tensor(0)]
+    others = [x, x.view(2, 3), x.view(3, 2), x[:5], torch.tensor(0), x[:0], x.view(6, 1)[:, :0]]
     others += [x.view(dtype) for dtype in (torch.float32, torch.int16, torch.int64)]
     hashes = {hash_of(y) for y in others}
     hashes |= {weight_fingerprint(Holder(y=x)), weight_fingerprint(Holder())}
     assert len(hashes) == len(others) + 2
+    assert hash_of(torch.tensor(0.0)) != hash_of(torch.tensor(1.0))
 
 
 @every_dtype
@@ -129,13 +86,6 @@ def test_the_layout_in_memory_does_not_count(dtype: torch.dtype) -> None:
         assert hash_of(x.clone()) == expected
     with torch.autocast("cpu"):
         assert hash_of(x) == expected
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1, 1, 1)], ids=str)
-def test_tensors_of_no_or_one_element(shape: tuple[int, ...]) -> None:
-    x = torch.zeros(shape)
-    assert hash_of(x) == hash_of(x.clone())
-    assert (hash_of(x) == hash_of(x + 1)) == (x.numel() == 0)
 
 
 def test_checksums_are_as_documented() -> None:
@@ -192,25 +142,13 @@ def test_the_parts_of_a_quantised_weight_count() -> None:
         assert weight_fingerprint(model) == before
 
 
-class Packed(nn.Module):
-    """A module that saves more than it holds as parameters and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(3)
-
-    def get_extra_state(self) -> str:
-        return "a text"
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}scale"] = self.scale
-
-
 def test_what_a_module_saves_beside_its_parameters_counts() -> None:
-    model = Packed()
+    """But a text of ``get_extra_state`` does not."""
+    model, scale = nn.Linear(2, 2), torch.ones(3)
+    model.get_extra_state = lambda: "a text"
+    model.register_state_dict_post_hook(lambda _, state, *_others: state.update(scale=scale))
     before = weight_fingerprint(model)
-    model.scale[1] = 2
+    scale[1] = 2
     assert weight_fingerprint(model) != before
 
 
@@ -219,12 +157,10 @@ def test_what_a_module_saves_beside_its_parameters_counts() -> None:
 
 def write(weight: nn.Parameter, through: str) -> None:
     with torch.no_grad():
-        if through == "in place":
-            weight.mul_(1.5)
-        elif through == "another tensor":
+        if through == "another tensor":
             weight.data = weight.data * 1.5
         else:
-            weight.data.mul_(1.5)
+            (weight if through == "in place" else weight.data).mul_(1.5)
 
 
 every_part = pytest.mark.parametrize("part", ["model.layers.1.mlp.down_proj", "model.norm"])
@@ -274,8 +210,6 @@ def test_changes_that_torch_does_not_count(part: str, through: str, tmp_path: Pa
         works(patcher)
         patcher.compute(IDS, KEPT).save(path)
     ContextPatch.load(path, model)
-    with pytest.raises(FingerprintMismatch):
-        ContextPatch.load(path, build("llama"))
 
 
 def test_check_weights_finds_them_too() -> None:
@@ -285,7 +219,6 @@ def test_check_weights_finds_them_too() -> None:
         second, third = patcher.check_weights(), patcher.check_weights()
         assert [check.changed for check in (first, second, third)] == [False, True, False]
         assert first.fingerprint == old.info.fingerprint != second.fingerprint == third.fingerprint
-        assert patcher.compute(IDS, KEPT).info.fingerprint == second.fingerprint
 
 
 @pytest.fixture
@@ -301,31 +234,19 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return models
 
 
-def generate(patcher: ContextPatcher, **options: Any) -> None:
-    for step in patcher.generate(IDS, max_new_tokens=3, **options):
-        assert step.patch.info.fingerprint == patcher.fingerprint
-
-
-CALLS: dict[str, Callable[[ContextPatcher], object]] = {
-    "compute": lambda patcher: patcher.compute(IDS, KEPT),
-    "forward": lambda patcher: patcher.forward(KEPT, patcher.compute(IDS, KEPT)),
-    "generate": generate,
-    "one pass": lambda patcher: generate(patcher, mode="shared_cache"),
-}
-
-
 @pytest.mark.parametrize("update", ["exact", "stable"])
-@pytest.mark.parametrize("call", CALLS)
-def test_how_often_weights_are_hashed(update: str, call: str, hashes: list[nn.Module]) -> None:
+def test_how_often_weights_are_hashed(update: str, hashes: list[nn.Module]) -> None:
     model = build("llama")
     with ContextPatcher(model, update) as patcher:
-        for _ in range(3):
-            CALLS[call](patcher)
-        assert hashes == [model]  # attaching made a first patch to try
-        with torch.no_grad():
-            model.lm_head.weight[0, 0] += 1
-        CALLS[call](patcher)
-        assert hashes == [model, model]
+        for count in (1, 2):  # attaching made a first patch to try
+            for _ in range(2):
+                patcher.forward(KEPT, patcher.compute(IDS, KEPT))
+                for mode in ("two_pass", "shared_cache"):
+                    for step in patcher.generate(IDS, max_new_tokens=3, mode=mode):
+                        assert step.patch.info.fingerprint == patcher.fingerprint
+                assert hashes == [model] * count
+            with torch.no_grad():
+                model.lm_head.weight[0, 0] += 1
 
 
 def test_saving_and_loading_hash_once_each(hashes: list[nn.Module], tmp_path: Path) -> None:
@@ -376,11 +297,3 @@ def test_copies_of_a_patch(llama_patcher: ContextPatcher) -> None:
         assert torch.equal(llama_patcher.forward(KEPT, other), llama_patcher.forward(KEPT, patch))
         assert other.weights is None
     assert patch.weights is llama_patcher.attached_model.weights
-
-
-def test_attaching_changes_no_hash() -> None:
-    for family in ("gemma2", "mixtral", "gpt2"):
-        model = shallow(family)
-        before = weight_fingerprint(model)
-        with ContextPatcher(model, "stable") as patcher:
-            assert patcher.fingerprint == patcher.check_weights().fingerprint == before

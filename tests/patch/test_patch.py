@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import build, case, shallow, tokens
-from support.numeric import noise_limit, within_roundings
+from support.models import build, case, shallow
+from support.numeric import noise_limit
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics
-from icl_patch.errors import TokenPatchWarning
 from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.patch.serialization import TOKEN_TENSORS
 
@@ -58,98 +57,29 @@ families_and_updates = pytest.mark.parametrize(
 
 
 @families_and_updates
-def test_round_trip(family: str, update: str, patch_of: Callable, tmp_path: Path) -> None:
-    patch, path = patch_of(family, update), tmp_path / "p.safetensors"
-    patch.save(path)
-    loaded = ContextPatch.load(path)
-    assert loaded.info == patch.info
-    assert loaded.info.tokenizer is not None
-    assert loaded.passes == patch.passes == 2
-    for name in TOKEN_TENSORS:
-        assert getattr(loaded, name).dtype == getattr(patch, name).dtype
-        assert torch.equal(getattr(loaded, name), getattr(patch, name))
-    assert len(loaded.layers) == len(patch.layers) == 2
-    for mine, theirs in zip(loaded.layers, patch.layers, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, factor in mine.items():
-            assert factor.dtype == theirs[name].dtype
-            assert torch.equal(factor, theirs[name])
-    assert loaded.logits is None
-    assert loaded.report is None
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@families_and_updates
-def test_a_loaded_patch_replays_with_the_same_bits(
-    family: str, update: str, patch_of: Callable, tmp_path: Path
-) -> None:
+def test_a_file_is_the_patch(family: str, update: str, patch_of: Callable, tmp_path: Path) -> None:
     patch, path, model = patch_of(family, update), tmp_path / "p.safetensors", small(family)
     patch.save(path)
+    assert list(tmp_path.iterdir()) == [path]
     loaded = ContextPatch.load(path, model, build_tokenizer())
+    assert loaded.info == patch.info and loaded.info.tokenizer is not None
+    assert loaded.passes == patch.passes == 2
+    assert loaded.logits is loaded.report is None
+    for name in TOKEN_TENSORS:
+        mine, theirs = getattr(loaded, name), getattr(patch, name)
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    same_factors(loaded, patch)
     logits = replayed(loaded, model)
     assert torch.equal(logits, replayed(patch, model))
-    assert metrics.linf(logits, patch.logits)[patch.kept_mask].max() <= (
-        0 if update == "exact" else 1e-4
-    )
+    error = metrics.linf(logits, patch.logits)[patch.kept_mask].max()
+    assert error <= (0 if update == "exact" else 1e-4)
 
 
-def test_factors_that_are_not_finite_are_not_saved(patch_of: Callable, tmp_path: Path) -> None:
-    patch = patch_of("gemma3", "stable")
-    broken = {name: factor.clone() for name, factor in patch.layers[1].items()}
-    broken["mlp.down_proj.u"][2, 1, 7] = math.nan
-    with pytest.raises(
-        PatchFormatError, match=r"layers\.1\.mlp\.down_proj\.u at row, token \[2, 1\]"
-    ):
-        dataclasses.replace(patch, layers=(patch.layers[0], broken)).save(
-            tmp_path / "p.safetensors"
-        )
-    assert not list(tmp_path.iterdir())
-
-
-# -- what a patch is refused for
-
-
-def one_bit_more(model: nn.Module) -> nn.Module:
-    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight").data
-    weight.view(torch.int32)[3, 5] ^= 1
-    return model
-
-
-OTHER_MODELS = {
-    "one bit of one weight": lambda: one_bit_more(small("gemma3")),
-    "another dtype": lambda: small("gemma3", torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("other", OTHER_MODELS)
-def test_a_patch_of_another_model_is_refused(
-    other: str, patch_of: Callable, tmp_path: Path
-) -> None:
-    patch, path, model = (
-        patch_of("gemma3", "stable"),
-        tmp_path / "p.safetensors",
-        OTHER_MODELS[other](),
-    )
-    patch.save(path)
-    dtype = r"in torch\.float32: load the model with dtype" if other == "another dtype" else ""
-    with pytest.raises(
-        FingerprintMismatch,
-        match=rf"expected a patch of \w+ForCausalLM .* got one of Gemma3ForCausalLM.*{dtype}",
-    ):
-        ContextPatch.load(path, model, build_tokenizer())
-    with pytest.raises(FingerprintMismatch):
-        replayed(patch, model)
-    # without a model there is nothing to compare with
-    assert ContextPatch.load(path).info.model == "Gemma3ForCausalLM"
-
-
-def test_a_patch_of_another_tokenizer_is_refused(patch_of: Callable, tmp_path: Path) -> None:
-    path, other = tmp_path / "p.safetensors", build_tokenizer()
-    patch_of("gemma3", "stable").save(path)
-    other.add_tokens(["<another>"])
-    with pytest.raises(FingerprintMismatch, match="tokenizer"):
-        ContextPatch.load(path, tokenizer=other)
-    ContextPatch.load(path, tokenizer=build_tokenizer())
+def same_factors(mine: ContextPatch, theirs: ContextPatch) -> None:
+    for own, other in zip(mine.layers, theirs.layers, strict=True):
+        assert own.keys() == other.keys()
+        for name, factor in own.items():
+            assert factor.dtype == other[name].dtype and torch.equal(factor, other[name])
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gemma4-moe"])
@@ -159,22 +89,56 @@ def test_factors_of_experts_are_read_again(family: str, tmp_path: Path) -> None:
     with ContextPatcher(model, "stable") as patcher:
         patch = patcher.compute(**case("prefix"))
         patch.save(path)
-        for layer, again in zip(patch.layers, ContextPatch.load(path, model).layers, strict=True):
-            assert layer.keys() == again.keys()
-            assert all(torch.equal(layer[name], again[name]) for name in layer)
+        same_factors(ContextPatch.load(path, model), patch)
+
+
+def test_factors_that_are_not_finite_are_not_saved(patch_of: Callable, tmp_path: Path) -> None:
+    patch = patch_of("gemma3", "stable")
+    layer = {name: factor.clone() for name, factor in patch.layers[1].items()}
+    layer["mlp.down_proj.u"][2, 1, 7] = math.nan
+    broken = dataclasses.replace(patch, layers=(patch.layers[0], layer))
+    with pytest.raises(
+        PatchFormatError, match=r"layers\.1\.mlp\.down_proj\.u at row, token \[2, 1\]"
+    ):
+        broken.save(tmp_path / "p.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+# -- what a patch is refused for
+
+
+def test_a_patch_of_another_model_is_refused(patch_of: Callable, tmp_path: Path) -> None:
+    patch, path, one_bit_more = patch_of("gemma3", "stable"), tmp_path / "p", small("gemma3")
+    weight = one_bit_more.get_parameter("model.layers.1.mlp.up_proj.weight").data
+    weight.view(torch.int32)[3, 5] ^= 1
+    patch.save(path)
+    for model, dtype in (
+        (one_bit_more, ""),
+        (small("gemma3", torch.bfloat16), r"in torch\.float32: load the model with dtype"),
+    ):
+        message = rf"expected a patch of \w+ForCausalLM .* got one of Gemma3ForCausalLM.*{dtype}"
+        with pytest.raises(FingerprintMismatch, match=message):
+            ContextPatch.load(path, model, build_tokenizer())
+        with pytest.raises(FingerprintMismatch):
+            replayed(patch, model)
+    # without a model there is nothing to compare with
+    assert ContextPatch.load(path).info.model == "Gemma3ForCausalLM"
+
+
+def test_a_patch_of_another_tokenizer_is_refused(patch_of: Callable, tmp_path: Path) -> None:
+    other = build_tokenizer()
+    other.add_tokens(["<another>"])
+    patch_of("gemma3", "stable").save(tmp_path / "p")
+    with pytest.raises(FingerprintMismatch, match="tokenizer"):
+        ContextPatch.load(tmp_path / "p", tokenizer=other)
 
 
 # -- parts
 
 
-# A direct patch of a scale writer holds in the shapes it was recorded in only, see below.
-steady = pytest.mark.parametrize(
-    ("family", "update"),
-    [("gemma3", "stable"), ("gemma3", "exact"), ("llama", "stable"), ("llama", "exact")],
-)
-
-
-@steady
+# a direct patch of a scale writer holds only in the shapes that it was recorded in
+@pytest.mark.parametrize("update", ["stable", "exact"])
+@pytest.mark.parametrize("family", SMALL)
 def test_the_first_tokens_can_be_replayed(
     family: str, update: str, patch_of: Callable, tmp_path: Path
 ) -> None:
@@ -186,36 +150,25 @@ def test_the_first_tokens_can_be_replayed(
     assert torch.equal(part.report.reader_error, patch.report.reader_error[:, :, :3])
     logits = replayed(part, model)
     # not the same bits: a matrix product of 3 columns rounds otherwise than one of 7
-    assert metrics.linf(logits, replayed(patch, model)[:, :3])[part.kept_mask].max() <= noise_limit(
-        model
-    )
+    error = metrics.linf(logits, replayed(patch, model)[:, :3])[part.kept_mask].max()
+    assert error <= noise_limit(model)
     part.save(path)
     assert torch.equal(replayed(ContextPatch.load(path, model), model), logits)
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {"tokens": slice(1, None)},
-        {"tokens": slice(None, None, 2)},
-        {"layers": slice(1)},
-        {"layers": slice(1, None)},
-    ],
-    ids=str,
-)
-def test_other_parts_are_measured_but_not_replayed(
-    chosen: dict, patch_of: Callable, tmp_path: Path
-) -> None:
-    patch, path = patch_of("gemma3", "exact"), tmp_path / "p.safetensors"
-    part = patch.select(**chosen)
-    layers, tokens = chosen.get("layers", slice(None)), chosen.get("tokens", slice(None))
-    assert not part.info.replayable
-    for name, sizes in part.norms().items():
-        assert torch.equal(sizes, patch.norms()[name][layers, :, tokens])
-    part.save(path)
-    for again in (part, ContextPatch.load(path), part.select(rows=slice(1))):
-        with pytest.raises(ValueError, match="part"):
-            replayed(again, small("gemma3"))
+def test_other_parts_are_measured_but_not_replayed(patch_of: Callable, tmp_path: Path) -> None:
+    patch, path, later = patch_of("gemma3", "exact"), tmp_path / "p.safetensors", slice(1, None)
+    parts = [{"tokens": later}, {"tokens": slice(None, None, 2)}, {"layers": slice(1)}]
+    for chosen in (*parts, {"layers": later}):
+        part = patch.select(**chosen)
+        layers, tokens = (chosen.get(name, slice(None)) for name in ("layers", "tokens"))
+        assert not part.info.replayable
+        for name, sizes in part.norms().items():
+            assert torch.equal(sizes, patch.norms()[name][layers, :, tokens])
+        part.save(path)
+        for again in (part, ContextPatch.load(path), part.select(rows=slice(1))):
+            with pytest.raises(ValueError, match="part"):
+                replayed(again, small("gemma3"))
 
 
 def test_parts_that_cannot_be_selected(patch_of: Callable) -> None:
@@ -231,37 +184,6 @@ def test_parts_that_cannot_be_selected(patch_of: Callable) -> None:
 
 
 @families_and_updates
-def test_weight_changes_are_outer_products_of_the_factors(
-    family: str, update: str, patch_of: Callable
-) -> None:
-    patch, model = patch_of(family, update), small(family)
-    changes = dict(patch.weight_changes(1, 2))
-    parameters = dict(model.named_parameters())
-    expected = {"mlp.gate_proj", "mlp.up_proj"}
-    expected |= {"mlp.down_proj"} if (family, update) != ("gemma3", "direct") else set()
-    expected |= {"post_feedforward_layernorm"} if family == "gemma3" else set()
-    assert changes.keys() == {
-        f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in expected
-    }
-    for name, change in changes.items():
-        assert change.shape == parameters[name].shape
-        assert change.any()
-        layer, module = (
-            patch.layers[int(name.split(".")[2])],
-            name.split(".", 3)[3].removesuffix(".weight"),
-        )
-        if module == "post_feedforward_layernorm":
-            # Gemma stores w = m - 1
-            wanted = layer[f"{module}.new_scale"][1, 2] - (1 + parameters[name])
-            size = 1 + layer[f"{module}.new_scale"][1, 2].abs() + parameters[name].abs()
-        else:
-            v = layer[f"{module}.v" if module == "mlp.down_proj" else "readers.v"][1, 2]
-            wanted = layer[f"{module}.u"][1, 2].unsqueeze(1) * v.unsqueeze(0)
-            size = wanted.abs()
-        assert within_roundings(change, wanted.detach(), 4, size.detach()), name
-
-
-@families_and_updates
 def test_size(family: str, update: str, patch_of: Callable) -> None:
     """At most 4(3I + 4d) bytes a layer and token, twice that for exact; and no tensor holds on to
     more than it shows.
@@ -270,36 +192,19 @@ def test_size(family: str, update: str, patch_of: Callable) -> None:
     limit = 4 * (3 * INNER + 4 * HIDDEN) * (2 if update == "exact" else 1)
     assert 0 < patch.nbytes <= 2 * limit
     assert patch.nbytes == sum(
-        factor.numel() * factor.element_size()
-        for layer in patch.layers
-        for factor in layer.values()
+        x.numel() * x.element_size() for y in patch.layers for x in y.values()
     )
     whole = patch_of(family, update)
-    storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for layer in whole.layers
-        for x in layer.values()
-    }
-    assert sum(storages.values()) == whole.nbytes <= 2 * whole.kept_ids.numel() * limit
+    storages = [x.untyped_storage() for layer in whole.layers for x in layer.values()]
+    sizes = {x.data_ptr(): x.nbytes() for x in storages}
+    assert sum(sizes.values()) == whole.nbytes <= 2 * whole.kept_ids.numel() * limit
 
 
 def test_to_moves_every_tensor(patch_of: Callable) -> None:
     patch = patch_of("gemma3", "exact")
     moved = patch.to("meta")
-    tensors = [getattr(moved, name) for name in TOKEN_TENSORS] + [
-        factor for layer in moved.layers for factor in layer.values()
-    ]
+    tensors = [getattr(moved, name) for name in TOKEN_TENSORS]
+    tensors += [x for layer in moved.layers for x in layer.values()]
     tensors += [moved.logits, *vars(moved.report).values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert patch.kept_ids.device.type == "cpu"
-
-
-def test_the_lora_of_a_token_warns_that_it_is_no_others(tmp_path: Path) -> None:
-    with ContextPatcher(small("llama"), "stable") as patcher:
-        patch = patcher.compute(tokens(0, 2, 5), tokens(1, 2, 3))
-    with pytest.warns(TokenPatchWarning, match="position only, kept token 2 of row 1") as caught:
-        patch.to_peft(tmp_path / "lora", patcher.model, row=1)
-    assert caught[0].filename == __file__
-    with pytest.raises(FingerprintMismatch, match="expected a patch of LlamaForCausalLM"):
-        patch.to_peft(tmp_path / "other", build("llama", 7))
-    assert not (tmp_path / "other").exists()

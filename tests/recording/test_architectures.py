@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from support import realistic_weights
-from support.materialise import materialise, read_patch
 from support.models import EXPERTS, Stock, case, case_of, shallow, tokens
 from support.numeric import EPSILON, is_noise, noise_limit
 from support.patchers import Snapshot
 from torch import Tensor
 
-from icl_patch import ContextPatcher, metrics
+from icl_patch import ContextPatch, ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.models.block_spec import Writer
 from icl_patch.recording.sequences import assemble
@@ -157,7 +156,10 @@ def test_a_materialised_token_in_a_stock_model(attached: Attached, tmp_path: Pat
     )
     with torch.no_grad():
         bare = fresh(kept, **position).logits[:, -1]
-        materialise(fresh, *read_patch(tmp_path / "patch.safetensors"))
+        parameters = dict(fresh.named_parameters())
+        for name, change in ContextPatch.load(tmp_path / "patch.safetensors").weight_changes(0, 0):
+            name, _, expert = name.partition("[")
+            parameters[name].data[int(expert[:-1]) if expert else ...] += change
         patched = fresh(kept, **position).logits[:, -1]
     limit = noise_limit(fresh, kept, **position)  # of the changed weights
     assert metrics.linf(patched, reference).max() <= limit

@@ -13,7 +13,6 @@ from icl_patch import ContextPatcher, metrics, ops
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
-from icl_patch.layers.patched_module import Mode
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
@@ -144,7 +143,7 @@ def test_an_expert_without_factors_is_left_as_it_is() -> None:
         torch.randn(3, 2, 48, generator=generator),
     )
     experts.index = index
-    experts.mode = Mode.REPLAY
+    experts.replay()
     patched = experts(z, index, weights)
     torch.testing.assert_close(experts(z, index.flip(1), weights.flip(1)), patched)
     others = (index + 2) % 8

@@ -64,7 +64,7 @@ def test_an_interrupt_while_a_step_leaves_leaves_nothing(update: str) -> None:
         with Interrupt() as counted:
             steps(patcher)
         assert counted.lines > 10 * TRIALS
-        for at in range(1, counted.lines, counted.lines // TRIALS):
+        for at in range(1, counted.lines, counted.lines // TRIALS)[:-1]:
             with pytest.raises(KeyboardInterrupt), Interrupt(at):
                 steps(patcher)
             assert torch.equal(model(IDS).logits, plain), at

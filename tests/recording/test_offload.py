@@ -98,16 +98,16 @@ def test_an_error_in_a_pass_leaves_the_weights_offloaded(tmp_path: Path) -> None
     model = offload(build("llama"), "disk", tmp_path)
     with unchanged(model), ContextPatcher(model, "stable") as patcher:
         reader = patcher.attached_model.blocks[1].readers["mlp.up_proj"]
-        before = reader._replay
+        before = reader.linear_map
 
         def fail(*_: Any) -> Tensor:
             raise KeyboardInterrupt
 
         patch = patcher.compute(*IDS)
-        reader._replay = fail
+        reader.linear_map = fail
         with pytest.raises(KeyboardInterrupt):
             patcher.forward(IDS[1], patch)
-        reader._replay = before
+        reader.linear_map = before
         assert reader.base_layer.weight.is_meta
         patcher.forward(IDS[1], patch)
 

@@ -3,9 +3,7 @@
 import copy
 import importlib
 import math
-import warnings
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +12,10 @@ import torch
 from support.models import build, shallow, tokens
 from support.static import random_examples, random_patch
 
-from icl_patch import ContextPatcher, UnsupportedModelError, embedded, static
+from icl_patch import ContextPatcher, UnsupportedModelError, static
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
 from icl_patch.static import Distillation, Example, StaticPatch
+from icl_patch.static.examples import answered
 from icl_patch.static.student import Student
 from icl_patch.static.targets import targets_of, targets_of_texts
 from icl_patch.static.training import Training
@@ -25,55 +24,25 @@ fit_module = importlib.import_module("icl_patch.static.fit")
 training_module = importlib.import_module("icl_patch.static.training")
 QUIET: dict[str, Any] = {"preserve": (), "accept_worse": True}
 FEW = Distillation(steps=2, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple:
-    return embedded.load()
-
-
-@pytest.fixture(autouse=True)
-def quiet(request: pytest.FixtureRequest) -> Any:
-    """Fits of random models have nothing to preserve, and say so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StaticPatchWarning)
-        yield
+# fits of random models have nothing to preserve, and say so
+pytestmark = pytest.mark.filterwarnings("ignore::icl_patch.errors.StaticPatchWarning")
 
 
 def fit(model: Any, examples: list[Example], **options: Any) -> StaticPatch:
     return static.fit(model, examples, **{**QUIET, "distillation": FEW, "rank": 2, **options})
 
 
-def german(model: Any, tokenizer: Any, first: int, count: int) -> list[Example]:
-    """Questions of three digits, with the answers that they have."""
-    words = ("null", "eins", "zwei", "drei", "vier", "funf", "sechs", "sieben", "acht", "neun")
-    triples = [[n % 10, 3 * n % 10, 7 * n % 10] for n in range(first, first + count)]
-    questions = [" ".join(map(str, triple)) + "." for triple in triples]
-    answers = [" ".join(words[digit] for digit in triple) for triple in triples]
-    return static.examples(
-        model, tokenizer, questions, context="say german\n", answers=answers, end="\n"
-    )
-
-
-def other_prompts(model: Any, tokenizer: Any, count: int) -> list[tuple[int, ...]]:
-    """Prompts of all kinds with their own contexts, and their answers."""
-    texts = [
-        prompt.context + prompt.question + prompt.answer
-        for kind in embedded.KINDS
-        for prompt in embedded.held_out_prompts(kind, count, seed=7)
-        if "german" not in prompt.context
-    ]
-    return static.documents(model, tokenizer, texts)
-
-
 # -- what a fit reaches, and what it measures
 
 
-def test_the_report_is_that_of_the_models(loaded: tuple) -> None:
-    model, tokenizer = loaded
-    tests, texts = german(*loaded, 0, 3), other_prompts(model, tokenizer, 4)
-    options = Distillation(steps=2, learning_rate=0.1, warmup=1)
-    patch = fit(model, german(*loaded, 3, 5), preserve=texts, held_out=tests, distillation=options)
+def test_the_report_is_that_of_the_models() -> None:
+    """Of one held-out prompt that has no context the model gives its own answer."""
+    model, texts = build("llama"), tokens(4, 12, 6).tolist()
+    examples = random_examples(count=8)
+    (plain,) = answered(model, [Example(examples[0].without, examples[0].without)], 3)
+    tests = [plain, *examples[1:3]]
+    options = Distillation(steps=2, learning_rate=0.01, warmup=1, dtype=torch.float32)
+    patch = fit(model, examples[3:], preserve=texts, held_out=tests, distillation=options)
 
     def compared(full: Any, kept: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """KL at each of the last tokens, and the patched model's choices."""
@@ -94,7 +63,7 @@ def test_the_report_is_that_of_the_models(loaded: tuple) -> None:
         whole += choices.tolist() == answer
     # fp32 logits on both sides, from batches of other sizes
     assert report.held_out.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
-    assert report.held_out.whole == whole / 3
+    assert report.held_out.whole == whole / 3 > 0
     unseen = texts[4::5]
     of_texts = torch.cat([compared(text, text, len(text))[0] for text in unseen])
     assert report.preserved.kl == pytest.approx(float(of_texts.mean()), rel=1e-3)
@@ -103,7 +72,7 @@ def test_the_report_is_that_of_the_models(loaded: tuple) -> None:
 
 def training(model: Any, examples: list[Example], texts: list, **options: Any) -> Training:
     student = Student(model)
-    settings = {"first_block": 1, "kappa": 0.7, "held_out": [], "held_texts": [], "options": FEW}
+    settings = {"kappa": 0.7, "held_out": [], "held_texts": [], "options": FEW}
     changes = random_patch(model, 3, rank=2).changes
     return Training(
         student,
@@ -115,20 +84,17 @@ def training(model: Any, examples: list[Example], texts: list, **options: Any) -
 
 
 def test_a_step_descends_on_the_divergence_of_whole_models() -> None:
-    """The gradient, from hidden states that were computed once, beside that of whole models with
-    the changed weights in fp64.
-    """
+    """The gradient beside that of whole models with the changed weights in fp64."""
     model = build("llama")
     examples, texts = random_examples(count=3), tokens(4, 2, 6).tolist()
     step = training(model, examples, texts)
     twin, teacher = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    factors = {
-        path: (c.u.detach().double().requires_grad_(), c.v.detach().double().requires_grad_())
-        for path, c in step.changes.items()
-    }
+    factors = [
+        x.detach().double().requires_grad_() for c in step.changes.values() for x in (c.u, c.v)
+    ]
     weights = {
         f"{path}.weight": twin.get_submodule(path).weight.detach() + u.T @ v
-        for path, (u, v) in factors.items()
+        for path, u, v in zip(step.changes, factors[::2], factors[1::2], strict=True)
     }
 
     def divergence(full: Any, kept: Any, count: int) -> torch.Tensor:
@@ -136,20 +102,16 @@ def test_a_step_descends_on_the_divergence_of_whole_models() -> None:
         out = torch.func.functional_call(twin, weights, (torch.tensor([kept]),))
         return (p.exp() * (p - out.logits[0, -count:].log_softmax(-1))).sum(-1)
 
-    asked = torch.cat(
-        [
-            divergence(
-                (*x.with_context, *x.answer[:-1]), (*x.without, *x.answer[:-1]), len(x.answer)
-            )
-            for x in examples
-        ]
-    )
+    asked = []
+    for x in examples:
+        rows = ((*prompt, *x.answer[:-1]) for prompt in (x.with_context, x.without))
+        asked.append(divergence(*rows, len(x.answer)))
     kept = torch.cat([divergence(text, text, len(text)) for text in texts])
-    loss = asked.mean() + 0.7 * kept.mean()
-    expected = torch.autograd.grad(loss, [x for pair in factors.values() for x in pair])
+    loss = torch.cat(asked).mean() + 0.7 * kept.mean()
+    expected = torch.autograd.grad(loss, factors)
     step.optimizer = SimpleNamespace(param_groups=[], step=lambda: None)
     step.options = replace(FEW, clip=math.inf)
-    step._descend(step.questions, step.texts, 10)
+    step._descend(step.questions, step.texts, 1.0)
     for parameter, gradient in zip(step.parameters, expected, strict=True):
         # fp32 through two blocks and the head
         assert (parameter.grad - gradient).norm() <= 1e-4 * gradient.norm()
@@ -159,7 +121,7 @@ FORMS = ("llama", "gpt2", "opt", "bloom", "granite", "gemma3", "llava", "llama w
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_pass_from_a_block_on_is_the_models(name: str) -> None:
+def test_a_pass_and_the_logits_behind_it_are_the_models(name: str) -> None:
     """Hooks on blocks are seen once."""
     model, ids = shallow(name.split()[0]), tokens(11, 3, 6)
     if "hooks" in name:
@@ -171,8 +133,6 @@ def test_a_pass_from_a_block_on_is_the_models(name: str) -> None:
         expected = model(ids).logits.flatten(0, 1)
         final = student.final(ids)
         torch.testing.assert_close(student.logits(final.flatten(0, 1)), expected)
-        from_one = student.final(torch.zeros_like(ids), 1, student.below(ids, 1))
-        torch.testing.assert_close(from_one, final)
         assert torch.equal(model(ids).logits.flatten(0, 1), expected)
 
 
@@ -194,27 +154,27 @@ def test_every_target_is_drawn_once_before_any_comes_again() -> None:
 
 
 def test_a_budget_holds_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 2 s and a measurement 5 s here: of 100 s, 16 are gone after three steps and two
-    measurements, and each further step takes 2.5 with its share of the measurements.
+    """A step takes 2 s here, and a measurement after every tenth 5 s; the learning rate falls with
+    the time.
     """
-    clock = SimpleNamespace(now=0.0)
+    clock, rates = SimpleNamespace(now=0.0), []
     monkeypatch.setattr(training_module.time, "perf_counter", lambda: clock.now)
     run = training(build("llama"), random_examples(), [], options=Distillation(patience=99))
 
-    def take(seconds: float) -> Any:
-        def taken(*_: Any) -> None:
-            clock.now += seconds
+    def descend(_questions: Any, _texts: Any, rate: float) -> None:
+        clock.now += 2.0
+        rates.append(rate)
 
-        return taken
+    def measure() -> None:
+        clock.now += 5.0
 
-    run._descend, run._keep_best = take(2.0), take(5.0)  # type: ignore[method-assign]
-    totals: list[int] = []
-    run.run(100.0, progress=lambda _, total: totals.append(total))
-    assert run.step == totals[-1] == 3 + int((100 - 16 - 5) / 2.5)
-    assert clock.now <= 100
-    run.step, clock.now = 0, 0.0
-    run.run(8.0)
-    assert run.step == 2  # the first that ends behind the budget is the last one
+    run._descend, run._keep_best = descend, measure  # type: ignore[method-assign]
+    run.run(100.0)
+    # the first measurement and 40 steps with three more; the step that ends behind is the last
+    assert run.step == len(rates) == 40
+    begun = [5.0 + 2.0 * step + 5.0 * (step // 10) for step in range(5, 40)]
+    expected = [0.02 + 0.49 * (1 + math.cos(math.pi * now / 100)) for now in begun]
+    assert rates[5:] == pytest.approx(expected)
 
 
 def test_the_plan_is_known_before_the_fit() -> None:
@@ -251,40 +211,28 @@ def test_a_patch_that_harms_is_not_returned() -> None:
     examples = random_examples()
     held_out = [replace(x, without=(*x.without[:1], 7, *x.without[1:])) for x in examples]
     slow = Distillation(steps=30, learning_rate=0.03, warmup=1)
+    options = {"held_out": held_out, "preserve": texts, "kappa": 0, "distillation": slow}
     with pytest.raises(HarmfulPatchError, match="leaves other texts as they are") as got:
-        fit(
-            model,
-            examples,
-            held_out=held_out,
-            preserve=texts,
-            kappa=0,
-            distillation=slow,
-            accept_worse=False,
-            first_block=0,
-        )
+        fit(model, examples, **options, accept_worse=False)
     assert got.value.report.preserved.kl > 0.2
 
 
+OTHER_FRONT = [replace(x, with_context=(9, *x.with_context)) for x in random_examples()]
+NO_ANSWER = [replace(x, answer=None) for x in random_examples()]
+
+
 @pytest.mark.parametrize(
-    ("examples", "options", "message"),
+    ("examples", "message"),
     [
-        (random_examples(count=1), {}, "one question: nothing is held out"),
-        (random_examples(), {}, "no texts to preserve are held out"),
-        (
-            [replace(x, with_context=(9, *x.with_context)) for x in random_examples()],
-            {},
-            "begin with different tokens",
-        ),
-        (
-            [replace(x, answer=None) for x in random_examples()],
-            {"max_new_tokens": 3},
-            "8 answers did not end within 3 tokens",
-        ),
+        (random_examples(count=1), "one question: nothing is held out"),
+        (random_examples(), "no texts to preserve are held out"),
+        (OTHER_FRONT, "begin with different tokens"),
+        (NO_ANSWER, "8 answers did not end within 3 tokens"),
     ],
 )
-def test_what_is_not_known_is_said(examples: list, options: dict, message: str) -> None:
+def test_what_is_not_known_is_said(examples: list, message: str) -> None:
     with pytest.warns(StaticPatchWarning) as caught:
-        patch = fit(build("llama"), examples, **options)
+        patch = fit(build("llama"), examples, max_new_tokens=3)
     assert patch.report is not None
     assert {warning.filename for warning in caught} == {__file__}  # the caller's line
     said = [str(warning.message) for warning in caught]
@@ -306,46 +254,15 @@ def test_a_question_of_several_contexts_is_held_out_in_all() -> None:
 @pytest.mark.parametrize(("count", "held_out"), [(2, 1), (4, 1), (20, 4), (200, 20), (900, 31)])
 def test_few_of_many_questions_are_held_out(count: int, held_out: int) -> None:
     rows = fit_module._split(build("llama"), random_examples(count=count), (), (), 8)
-    assert len(rows.held_out) == held_out
-    assert len(rows.fitted) == count - held_out
+    assert (len(rows.fitted), len(rows.held_out)) == (count - held_out, held_out)
 
 
-# -- going on, and starting from a patch
+def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
+    rows = fit_module._split(build("llama"), random_examples(), (), [[3, 4, 5]] * 10, 8)
+    assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
 
 
-def test_a_stopped_fit_goes_on(tmp_path: Path) -> None:
-    model, examples = build("llama"), random_examples()
-    options = Distillation(steps=6, check_every=2, warmup=2)
-
-    def fitted(**arguments: Any) -> StaticPatch:
-        return fit(model, examples, distillation=options, **arguments)
-
-    def stop(step: int, _total: int) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    whole, steps = fitted(), []
-    with pytest.raises(KeyboardInterrupt):
-        fitted(state=tmp_path, progress=stop)
-    resumed = fitted(state=tmp_path, progress=lambda step, _: steps.append(step))
-    assert steps == [5, 6]
-    for path, change in whole.changes.items():
-        assert torch.equal(change.u, resumed.changes[path].u)
-    with pytest.raises(ValueError, match="with another start"):
-        fitted(state=tmp_path, start=2 * whole)
-    with pytest.raises(ValueError, match="with another data"):
-        fitted(state=tmp_path, held_out=random_examples(3))
-    with pytest.raises(ValueError, match="with another data"):  # answers given, another context
-        others = [replace(x, with_context=(1, 9, *x.with_context[2:])) for x in examples]
-        fit(model, others, distillation=options, state=tmp_path)
-    with pytest.raises(ValueError, match="with another matrices"):
-        fitted(state=tmp_path, rank=3)
-    with pytest.raises(ValueError, match="with another options"):
-        options = replace(options, seed=3)
-        fitted(state=tmp_path)
-    with pytest.raises(ValueError, match="with another fingerprint"):
-        model = build("llama", seed=1)
-        fitted(state=tmp_path)
+# -- starting from a patch
 
 
 def test_a_fit_starts_from_a_patch() -> None:
@@ -358,11 +275,10 @@ def test_a_fit_starts_from_a_patch() -> None:
         assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
     assert fit(model, examples, rank=1, start=start, distillation=slow).rank == 1
     wild = Distillation(steps=2, warmup=1, learning_rate=3.0)
-    patch = fit(model, examples, rank=3, start=start, distillation=wild)
-    assert patch.report is not None and patch.report.best_step == 0
-    for path, change in patch.changes.items():
-        expected = start.changes[path].dense()
-        assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
+    best = fit(model, examples, rank=3, start=start, distillation=wild)
+    assert best.report is not None and best.report.best_step == 0
+    for path, change in best.changes.items():
+        assert (change.dense() - start.changes[path].dense()).norm() < 1e-4 * change.dense().norm()
     with pytest.raises(ValueError, match=r"got one that changes model\.layers\.0\.mlp"):
         fit(model, examples, first_block=2, start=start)
 
@@ -392,24 +308,19 @@ def test_a_seed_gives_the_same_patch_and_the_model_stays_as_it_is() -> None:
 
 def test_parts_and_blocks_are_those_that_change() -> None:
     model, examples = build("llama"), random_examples()
-    paths = {
-        (parts, first): {path.split("layers.")[1] for path in patch.changes}
-        for parts in (("mlp",), ("attention",), ("attention", "mlp"))
-        for first in (0, 2)
-        for patch in [fit(model, examples, parts=parts, first_block=first)]
-    }
-    mlp = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    mlp = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     attention = {f"self_attn.{x}_proj" for x in "qkvo"}
-    assert paths[("mlp",), 2] == {f"2.{name}" for name in mlp}
-    assert paths[("mlp",), 0] == {f"{block}.{name}" for block in range(3) for name in mlp}
-    assert paths[("attention",), 2] == {f"2.{name}" for name in attention}
-    assert paths[("attention", "mlp"), 2] == {f"2.{name}" for name in mlp | attention}
+    for parts, names in ((("mlp",), mlp), (("attention",), attention)):
+        changes = fit(model, examples, parts=parts, first_block=2).changes
+        assert changes.keys() == {f"model.layers.2.{name}" for name in names}
+    changes = fit(model, examples, parts=("attention", "mlp")).changes
+    expected = {f"model.layers.{i}.{name}" for i in range(3) for name in mlp | attention}
+    assert changes.keys() == expected
 
 
-@pytest.mark.parametrize("name", ["gptj", "gemma3", "gpt2", "falcon"])
-def test_other_forms_of_blocks(name: str) -> None:
-    patch = fit(shallow(name), random_examples(), first_block=0)
-    assert patch.report is not None and patch.report.held_out
+def test_other_forms_of_blocks() -> None:
+    for name in ("gptj", "gemma3", "gpt2", "falcon"):
+        assert fit(shallow(name), random_examples()).report.held_out.questions == 1
 
 
 def test_a_copy_in_another_dtype_keeps_its_rotary_frequencies() -> None:
@@ -423,46 +334,34 @@ def test_a_copy_in_another_dtype_keeps_its_rotary_frequencies() -> None:
         assert torch.equal(x, model.get_parameter(name).bfloat16())
 
 
-def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
-    rows = fit_module._split(build("llama"), random_examples(), (), [[3, 4, 5]] * 10, 8)
-    assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_forms_that_cannot_hold_a_patch_are_refused() -> None:
+    for name, reason in (
         ("gemma3n", r"give hidden states \(B, T, d\)"),
         ("mixtral", "with experts"),
         ("llama4", "with experts"),
         ("mamba", "recurrent layers"),
-    ],
-)
-def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=reason):
-        fit(shallow(name), random_examples())
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            fit(shallow(name), random_examples())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"kappa": math.inf}, "kappa ≥ 0"),
-        ({"kappa": -1.0}, "kappa ≥ 0"),
         ({"kappa": math.nan}, "kappa ≥ 0"),
         ({"seconds": 0.0}, "a positive number of seconds"),
-        ({"seconds": 1e-6}, "seconds, which pass without a step, got 1e-06"),
+        ({"seconds": 1e-6}, "a budget of seconds that holds a step, got 1e-06"),
         ({"seconds": math.nan}, "a positive number of seconds"),
-        ({"preserve": ["text"]}, "expected ids of texts to preserve, got text"),
-        ({"preserve": [()]}, "of at least one token each"),
+        ({"preserve": ["text"]}, "expected ids of texts to preserve"),
+        ({"preserve": [()]}, "at least one each"),
         ({"preserve": [(200,)]}, "expected ids from 0 to 96"),
         ({"preserve": None}, "expected a tokenizer for the texts to preserve"),
         ({"held_out": random_examples()}, "not among the examples, got 8 that are"),
         ({"rank": 49}, "expected a rank from 1 to 48"),
         ({"rank": 0}, "expected a rank from 1 to 48"),
-        ({"rank": None}, "expected a rank from 1 to 48"),
         ({"parts": ("reader",)}, "expected parts among mlp, attention"),
-        ({"parts": ()}, "expected parts among mlp, attention"),
         ({"first_block": 3}, "expected a first block from 0 to 2, got 3"),
-        ({"state": __file__}, "expected state to be a folder, got the file"),
         ({"steps": 0}, "expected positive settings"),
         ({"learning_rate": math.nan}, "expected positive settings"),
     ],
@@ -474,7 +373,7 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
         fit(build("llama"), random_examples(), **options)
 
 
-def test_bad_models_and_examples_are_refused(tmp_path: Path) -> None:
+def test_bad_models_and_examples_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected examples, .* got 0 examples"):
         fit(build("llama"), [])
     with pytest.raises(ValueError, match="expected ids from 0 to 96, got 1 to 200"):
@@ -489,19 +388,16 @@ def test_bad_models_and_examples_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.lm_head.weight[5] = math.nan
     with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity"):
-        fit(model, random_examples(), state=tmp_path)
-    assert not any(tmp_path.iterdir())
+        fit(model, random_examples())
 
 
-def test_factors_are_fp32_under_another_default(tmp_path: Path) -> None:
-    model = build("llama")
+def test_factors_are_fp32_under_another_default() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        patch = fit(model, random_examples())
+        changes = fit(build("llama", dtype=torch.float32), random_examples()).changes.values()
     finally:
         torch.set_default_dtype(torch.float32)
-    patch.save(tmp_path / "patch.safetensors")
-    assert StaticPatch.load(tmp_path / "patch.safetensors", model).rank == 2
+    assert {x.dtype for change in changes for x in (change.u, change.v)} == {torch.float32}
 
 
 def test_logits_are_computed_where_they_are_compared() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.full_disk import full_disk
 
-from icl_patch import ContextPatcher, embedded, static
+from icl_patch import ContextPatcher, embedded
 from icl_patch.cli import fit
 from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
@@ -55,10 +55,6 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
     return file
 
 
-def test_the_choices_are_those_of_the_package() -> None:
-    assert fit.PARTS == PARTS
-
-
 def test_generate_with_a_static_patch(patch_file: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["generate", "--context", "4 7 7.", "--max-new-tokens", "18"]
     status, out, _ = run(capsys, *arguments, "--patch", patch_file)
@@ -73,9 +69,8 @@ def test_generate_with_the_patch_of_a_token(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "token.safetensors"
     arguments = ["--context", "mode upper\nbcdf", "--kept", ">", "--update", "stable"]
     assert run(capsys, "extract", *arguments, "--out", file)[0] == 0
-    status, out, _ = run(
-        capsys, "generate", "--context", ">", "--patch", file, "--max-new-tokens", "1", "--json"
-    )
+    arguments = ["--context", ">", "--patch", file, "--max-new-tokens", "1", "--json"]
+    status, out, _ = run(capsys, "generate", *arguments)
     assert status == 0
     assert len(json.loads(out)["token_ids"]) == 1
     for command in ("export", "apply"):
@@ -89,9 +84,8 @@ def test_apply_and_export_are_the_patch(
     patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert run(capsys, "apply", "--patch", patch_file, "--out", tmp_path / "model")[0] == 0
-    status, out, _ = run(
-        capsys, "export", "--patch", patch_file, "--out", tmp_path / "lora", "--json"
-    )
+    arguments = ["export", "--patch", patch_file, "--out", tmp_path / "lora", "--json"]
+    status, out, _ = run(capsys, *arguments)
     assert status == 0
     assert json.loads(out) == {"folder": str(tmp_path / "lora"), "kind": "static", "rank": 16}
     model, tokenizer = embedded.load()
@@ -104,18 +98,17 @@ def test_apply_and_export_are_the_patch(
     assert (merged - expected).abs().max() <= limit
     for command, name in (("apply", "model"), ("export", "lora")):
         written = sorted((tmp_path / name).iterdir())
-        status, _, err = run(capsys, command, "--patch", patch_file, "--out", tmp_path / name)
+        again = [command, "--patch", patch_file, "--out", tmp_path / name]
+        status, _, err = run(capsys, *again)
         assert status == 2
         assert f"there is {tmp_path / name} already: --force replaces" in err
-        again = [command, "--patch", patch_file, "--out", tmp_path / name, "--force"]
-        assert run(capsys, *again)[0] == 0
+        assert run(capsys, *again, "--force")[0] == 0
         assert sorted((tmp_path / name).iterdir()) == written
     status, _, err = run(capsys, "apply", "--patch", patch_file, "--out", patch_file)
     assert status == 2
     assert "expected a folder to write the model to, got the file" in err
-    status, _, err = run(
-        capsys, "apply", "--patch", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16"
-    )
+    arguments = ["--patch", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16"]
+    status, _, err = run(capsys, "apply", *arguments)
     assert status == 1
     assert "in torch.bfloat16, got one of embedded in torch.float32" in err
 
@@ -124,9 +117,8 @@ def test_a_model_that_cannot_be_written_leaves_nothing(
     patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with full_disk(100_000):  # room for the small files
-        status, _, err = run(
-            capsys, "apply", "--patch", patch_file, "--out", tmp_path / "some" / "model"
-        )
+        out = tmp_path / "some" / "model"
+        status, _, err = run(capsys, "apply", "--patch", patch_file, "--out", out)
     assert status == 2
     assert "cannot be written to" in err
     assert not list((tmp_path / "some").iterdir())
@@ -153,80 +145,57 @@ def test_inspect_shows_a_static_patch(
     assert "expected a patch of one change per token" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rank", "129"], "expected a rank from 1 to 128"),
-        (["--first-block", "6"], "expected a first block from 0 to 5, got 6"),
-        (["--seconds", "-1"], "a positive number of seconds"),
-        (["--learning-rate", "9", "--steps", "1"], "expected a patch that"),
-        (["--state", __file__], "expected state to be a folder, got the file"),
-    ],
-)
 def test_a_refused_fit_writes_nothing(
-    options: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    out = tmp_path / "patch.safetensors"
-    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", *options]
-    state = ["--state", tmp_path / "state"]
-    if "--state" in options or "--steps" in options:  # a finished fit leaves its checkpoint
-        state = []
-    status, _, err = run(capsys, *arguments, "--out", out, *state)
-    assert status == 2
-    assert message in err
-    assert not list(tmp_path.iterdir())
+    assert fit.PARTS == PARTS
+    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n"]
+    for options, message in (
+        (["--rank", "129"], "expected a rank from 1 to 128"),
+        (["--learning-rate", "9", "--steps", "1"], "expected a patch that"),
+    ):
+        status, _, err = run(capsys, *arguments, *options, "--out", tmp_path / "patch.safetensors")
+        assert status == 2 and message in err
+        assert not list(tmp_path.iterdir())
 
 
-def test_a_stopped_fit_says_how_to_go_on(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(static, "fit", stop)
-    arguments = ["fit", "--examples", folder / "examples.json", "--out", tmp_path / "p.safetensors"]
-    assert run(capsys, *arguments) == (130, "", "")
-    status, _, err = run(capsys, *arguments, "--state", tmp_path / "state")
-    assert status == 130 and f"goes on from its files in {tmp_path / 'state'}" in err
-
-
-@pytest.mark.parametrize("command", ["generate", "apply", "export", "replay"])
 def test_a_patch_without_its_model_is_refused_by_the_models_name(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Not the tokenizer, which is another one too."""
     model, tokenizer = embedded.load()
     model.config._name_or_path = "my/model"
-    path = "model.layers.10.mlp.up_proj"
-    changes = {path: LowRank(torch.zeros(1, 2), torch.zeros(1, 3))}
-    file = tmp_path / "patch.safetensors"
-    arguments = [command, "--patch", file]
-    if command == "replay":
-        with ContextPatcher(model, tokenizer=tokenizer) as patcher:
-            patcher.compute(torch.tensor([[1, 5]]), torch.tensor([[7]])).save(file)
-    else:
-        StaticPatch(StaticInfo.of(model, tokenizer, "test"), changes).save(file)
-        arguments += ["--question", "a"] if command == "generate" else ["--out", tmp_path / "new"]
-    status, _, err = run(capsys, *arguments)
-    assert status == 2
-    assert f"expected MODEL, my/model or its folder, as {file} is a patch of it" in err
+    changes = {"model.layers.10.mlp.up_proj": LowRank(torch.zeros(1, 2), torch.zeros(1, 3))}
+    static, of_tokens = tmp_path / "static.safetensors", tmp_path / "tokens.safetensors"
+    StaticPatch(StaticInfo.of(model, tokenizer, "test"), changes).save(static)
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        patcher.compute(torch.tensor([[1, 5]]), torch.tensor([[7]])).save(of_tokens)
+    for command, file, *arguments in (
+        ("generate", static, "--question", "a"),
+        ("apply", static, "--out", tmp_path / "new"),
+        ("export", static, "--out", tmp_path / "new"),
+        ("replay", of_tokens),
+    ):
+        status, _, err = run(capsys, command, "--patch", file, *arguments)
+        assert status == 2
+        assert f"expected MODEL, my/model or its folder, as {file} is a patch of it" in err
 
 
-@pytest.mark.parametrize("command", ["extract", "fit"])
 def test_a_file_is_replaced_only_with_force(
-    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "mine.safetensors"
-    out.write_text("mine")
-    options = ["--context", "abc", "--question", "d"]
-    if command == "fit":
-        options = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "2"]
-        options += ["--accept-worse"]
-    status, _, err = run(capsys, command, *options, "--out", out)
-    assert (status, out.read_text()) == (2, "mine")
-    assert f"expected a new name for --out, there is {out} already: --force replaces" in err
-    assert run(capsys, command, *options, "--out", out, "--force")[0] == 0
-    assert read_file(out)[0]["model"] == "embedded"
+    examples = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "2"]
+    for command, *options in (
+        ("extract", "--context", "abc", "--question", "d"),
+        ("fit", *examples, "--accept-worse"),
+    ):
+        out.write_text("mine")
+        status, _, err = run(capsys, command, *options, "--out", out)
+        assert (status, out.read_text()) == (2, "mine")
+        assert f"expected a new name for --out, there is {out} already: --force replaces" in err
+        assert run(capsys, command, *options, "--out", out, "--force")[0] == 0
+        assert read_file(out)[0]["model"] == "embedded"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"])

@@ -47,25 +47,22 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def one_image() -> dict[str, Tensor]:
     """A processor's output for one row with an image of 2 x 2 tokens, which take two positions."""
-    ids = torch.tensor([[5, START, *[IMAGE] * 4, END, 6]])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(16, 96, generator=torch.Generator().manual_seed(0)),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": (ids == IMAGE).int(),
-    }
+    return _processed([[5, START, *[IMAGE] * 4, END, 6]], [[1, 4, 4]])
 
 
 def ragged_images() -> dict[str, Tensor]:
     """The same of two rows: images of 2 x 2 and 2 x 4 tokens, the first row with padding."""
-    ids = torch.tensor(
-        [[0] * 5 + [5, START, *[IMAGE] * 4, END, 6], [7, 8, START, *[IMAGE] * 8, END, 9]]
-    )
+    short, long = [5, START, *[IMAGE] * 4, END, 6], [7, 8, START, *[IMAGE] * 8, END, 9]
+    return _processed([[0] * 5 + short, long], [[1, 4, 4], [1, 4, 8]])
+
+
+def _processed(rows: list[list[int]], grids: list[list[int]]) -> dict[str, Tensor]:
+    ids, grid = torch.tensor(rows), torch.tensor(grids)
+    patches = int(grid.prod(1).sum())
     return {
         "input_ids": ids,
         "attention_mask": (ids != 0).long(),
-        "pixel_values": torch.randn(48, 96, generator=torch.Generator().manual_seed(0)),
-        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]]),
+        "pixel_values": torch.randn(patches, 96, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": grid,
         "mm_token_type_ids": (ids == IMAGE).int(),
     }

@@ -3,7 +3,6 @@ interpreted.
 """
 
 import gc
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -11,20 +10,16 @@ from typing import Any
 import numpy as np
 from support.guard_pages import between_guards, is_poisoned_around, memory_of
 from torch import Tensor
-from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
 @cache
 def prepare() -> None:
-    """The interpreter takes half the time, nearly all of which goes to Python objects that are made
-    again for each operation, sums products in one order, and puts tensors between guard pages.
+    """The interpreter takes less time, sums products in one order, and puts tensors between guard
+    pages.
     """
     gc.set_threshold(50_000, 20, 20)
     _replace_once()
-    _look_up_once()
-    _build_types_once()
-    _skip_what_does_nothing()
     _multiply_in_order()
     _guard_tensors()
 
@@ -41,61 +36,6 @@ def _replace_once() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = once
-
-
-def _look_up_once() -> None:
-    """Triton builds a table of dtypes at every look-up."""
-    look_up: Any = interpreter._get_np_dtype
-    found: dict[str, Any] = {}
-
-    def dtype_of(kind: Any) -> Any:
-        name = kind.scalar.name
-        if name not in found:
-            found[name] = look_up(kind)
-        return found[name]
-
-    interpreter._get_np_dtype = dtype_of
-
-
-def _build_types_once() -> None:
-    """Block types of the same element and shape share their attributes, and so do tensors of the
-    same type, apart from the handle.
-    """
-    init_type, init_tensor = core.block_type.__init__, core.tensor.__init__
-    types: dict[tuple, dict[str, Any]] = {}
-
-    def type_once(self: Any, element_ty: Any, shape: Any) -> None:
-        # the type keeps its element, so that no other has its id
-        key = (id(element_ty), *(getattr(size, "value", size) for size in shape))
-        if key not in types:
-            init_type(self, element_ty, shape)
-            types[key] = vars(self)
-        self.__dict__ = types[key]
-
-    def tensor_once(self: Any, handle: Any, kind: Any) -> None:
-        if "of_tensors" not in vars(kind):
-            init_tensor(self, None, kind)
-            kind.of_tensors = dict(vars(self))
-        vars(self).update(kind.of_tensors, handle=handle)
-
-    core.block_type.__init__ = type_once
-    core.tensor.__init__ = tensor_once
-
-
-def _skip_what_does_nothing() -> None:
-    """Blocks of one shape are not broadcast, and integers are not computed a second time in 64 bits
-    for an assertion that only a debugging run makes.
-    """
-    broadcast: Any = semantic.TritonSemantic.broadcast_impl_value
-
-    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and [*lhs.type.shape] == [*rhs.type.shape]:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
-    semantic.TritonSemantic.broadcast_impl_value = broadcast_others
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def _multiply_in_order() -> None:

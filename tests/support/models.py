@@ -25,37 +25,44 @@ from icl_patch.recording.sequences import assemble
 VOCABULARY = 97
 
 
-def gemma3(
-    seed: int = 0, dtype: torch.dtype = torch.float32, *, attention: str = "sdpa", **changes: object
-) -> Gemma3ForCausalLM:
-    """Three layers, first and last with a window of 6; head_dim ≠ hidden/heads; scale weights far
-    from 0, some exactly -1.
-    """
-    settings: dict = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 72,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 20,
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "attn_implementation": attention,
-    }
-    torch.manual_seed(seed)
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**settings | changes))
+_SETTINGS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def _random(model: Any, norms_around: float, dtype: torch.dtype) -> Any:
+    """Norms with scales far apart, some of Gemma's exactly 0."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            nn.init.normal_(parameter, 0, 0.5)
+            nn.init.normal_(parameter, norms_around, 0.5)
             if "post_feedforward" in name:
                 parameter.data[torch.randperm(len(parameter))[:3]] = -1  # m = 1 + w = 0
         else:
             nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
     return model.to(dtype).eval()
+
+
+def gemma3(
+    seed: int = 0, dtype: torch.dtype = torch.float32, *, attention: str = "sdpa", **changes: object
+) -> Gemma3ForCausalLM:
+    """Three layers, first and last with a window of 6; head_dim ≠ hidden/heads."""
+    settings = {
+        "head_dim": 20,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "pad_token_id": 0,
+        "attn_implementation": attention,
+    }
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(**_SETTINGS | settings | changes)
+    return _random(Gemma3ForCausalLM(config), 0, dtype)
 
 
 def llama(
@@ -68,26 +75,9 @@ def llama(
     **changes: object,
 ) -> LlamaForCausalLM:
     """Three layers, grouped heads, tied or untied embeddings, optional biases in the MLP."""
-    settings: dict = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 72,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": tied,
-        "mlp_bias": bias,
-        "attn_implementation": attention,
-    }
+    settings = {"tie_word_embeddings": tied, "mlp_bias": bias, "attn_implementation": attention}
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**settings | changes))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            nn.init.normal_(parameter, 1, 0.5)
-        else:
-            nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
-    return model.to(dtype).eval()
+    return _random(LlamaForCausalLM(LlamaConfig(**_SETTINGS | settings | changes)), 1, dtype)
 
 
 FAMILIES = {

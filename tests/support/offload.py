@@ -45,19 +45,24 @@ def offload(model: PreTrainedModel, way: str, folder: Path) -> PreTrainedModel:
     )
 
 
-def results(model: PreTrainedModel, update: str, ids: tuple[Tensor, Tensor], file: Path) -> Any:
+def results(
+    model: PreTrainedModel, update: str, ids: tuple[Tensor, Tensor], file: Path, **options: Any
+) -> tuple[list[Tensor], bytes]:
     """What a patcher makes of a context and kept tokens: all tensors, and the bytes of a file."""
-    with ContextPatcher(model, update) as patcher:
+    with ContextPatcher(model, update, **options) as patcher:
         patch = patcher.compute(*ids)
-        logits = patcher.forward(ids[1], patch)
+        assert patch.report is not None and patch.logits is not None
+        found = [layer[name] for layer in patch.layers for name in sorted(layer)]
+        found += [patch.logits, patcher.forward(ids[1], patch), *patch.norms().values()]
+        found += [patch.report.misses, patch.report.correction]
         patch.save(file)
-        again = patcher.forward(ids[1], ContextPatch.load(file, model))
+        found.append(patcher.forward(ids[1], ContextPatch.load(file, model)))
+        grown = patcher.dynamics(ids[0][:, :4], ids[1]).patches[-1]
+        found += grown.norms().values()
         two = patcher.update == "exact" or patcher.attached_model.steps_take_two_passes
         mode = "two_pass" if two else "two_stream"
-        steps = list(patcher.generate(ids[0], max_new_tokens=3, mode=mode))
-        chosen = torch.stack([step.token_ids for step in steps])
-    factors = [layer[name] for layer in patch.layers for name in sorted(layer)]
-    return [*factors, logits, again, chosen], file.read_bytes()
+        found += [x.token_ids for x in patcher.generate(ids[0], max_new_tokens=3, mode=mode)]
+    return found, file.read_bytes()
 
 
 def main(folder: str) -> None:

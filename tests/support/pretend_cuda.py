@@ -26,16 +26,8 @@ from icl_patch.generation import graph_partition
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 # What waits for the device, as the host looks at a number.
-LOOKS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "equal",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "bincount",
-    "is_nonzero",
-}
+LOOKS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero"}
+LOOKS |= {"_unique2", "unique_dim", "bincount"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 COPIES = {"copy_", "_to_copy", "_copy_from", "set_"}
 
@@ -49,6 +41,10 @@ def is_real(x: Any) -> bool:
         and not isinstance(x, (fake_tensor.FakeTensor, FunctionalTensor))
         and x.untyped_storage().device == CPU
     )
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def claim_of(x: Tensor) -> str | None:
@@ -91,7 +87,7 @@ class PretendCuda(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), func._schema.name.partition("::")[2]
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_of((args, kwargs))
         asked = None if kwargs.get("device") is None else name_of(kwargs["device"])
         if asked == "meta" or not all(map(is_real, tensors)):
             return func(*args, **kwargs)
@@ -107,14 +103,10 @@ class PretendCuda(TorchDispatchMode):
             out = func(*args, **kwargs)
         finally:
             self.capture = capture
-        made = [
-            x
-            for x in tree_leaves(out)
-            if isinstance(x, Tensor) and not any(x is y for y in tensors)
-        ]
-        device = self.target or (
-            asked if asked not in (None, "cpu") else on_cuda or ("cpu" if "cpu" in claims else None)
-        )
+        made = [x for x in tensors_of(out) if not any(x is y for y in tensors)]
+        if asked == "cpu":
+            asked = None
+        device = self.target or asked or on_cuda or ("cpu" if "cpu" in claims else None)
         for x in made:
             if device is not None and claim_of(x) is None:
                 claim(x, device)
@@ -125,42 +117,21 @@ class PretendCuda(TorchDispatchMode):
     def check(self, name: str, tensors: list[Tensor], claims: list[str | None]) -> None:
         """Raise what CUDA would."""
         devices = {claimed for claimed in claims if claimed not in (None, "cpu")}
-        if not devices:
-            return
-        if len(devices) > 1 and name not in COPIES:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, {name} got {claims}"
-            )
-        if self.capture is not None and (
-            name in LOOKS or (name in INDEXING and any(x.dtype == torch.bool for x in tensors[1:]))
-        ):
-            raise RuntimeError(
-                f"operation not permitted when stream is capturing: {name} looks at a number"
-            )
-        if "cpu" not in claims:
-            return
-        if self.capture is not None:
-            raise RuntimeError(
-                f"operation not permitted when stream is capturing: {name} between devices"
-            )
-        others = [
-            x for x, device in zip(tensors, claims, strict=True) if device == "cpu" and x.dim()
-        ]
-        if (
-            name not in COPIES
-            and not (name in INDEXING and all(x.dtype in (torch.int64, torch.bool) for x in others))
-            and others
-        ):
+        indexing = name in INDEXING
+        mask = indexing and any(x.dtype == torch.bool for x in tensors[1:])
+        if devices and self.capture is not None and (name in LOOKS or mask or "cpu" in claims):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        others = [x for x, of in zip(tensors, claims, strict=True) if of == "cpu" and x.dim()]
+        indices = indexing and all(x.dtype in (torch.int64, torch.bool) for x in others)
+        mixed = len(devices) > 1 or (devices and others and not indices)
+        if mixed and name not in COPIES:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, {name} got {claims}"
             )
 
     @contextmanager
     def copying_to(self, device: str) -> Iterator[None]:
-        if self.capture is not None:
-            raise RuntimeError(
-                f"operation not permitted when stream is capturing: copy to {device}"
-            )
+        synchronize()
         self.target = device
         try:
             yield
@@ -172,22 +143,14 @@ MODE = PretendCuda()
 
 
 def written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
-    given = [
-        *args,
-        *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]),
-    ]
-    pairs = zip(given, func._schema.arguments, strict=True)
-    return [
-        x
-        for value, argument in pairs
-        if argument.is_write
-        for x in tree_leaves(value)
-        if isinstance(x, Tensor)
-    ]
+    arguments = func._schema.arguments
+    given = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    pairs = zip(given, arguments, strict=True)
+    return tensors_of([value for value, argument in pairs if argument.is_write])
 
 
 def again(func: Any, args: tuple, kwargs: dict, made: list[Tensor]) -> None:
-    new = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+    new = tensors_of(func(*args, **kwargs))
     for x, y in zip(made, new[len(new) - len(made) :], strict=True):
         if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
             x.copy_(y)
@@ -231,13 +194,8 @@ def to(self: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
     if args and isinstance(args[0], Tensor):
         return move(self, args[0].device, args[0].dtype, copy)
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    return move(
-        self,
-        device,
-        dtype,
-        copy,
-        **({} if memory_format is None else {"memory_format": memory_format}),
-    )
+    layout = {} if memory_format is None else {"memory_format": memory_format}
+    return move(self, device, dtype, copy, **layout)
 
 
 def numpy(self: Tensor, **kwargs: Any) -> Any:
@@ -326,19 +284,8 @@ def pytest_configure() -> None:
     """From here on there is a device."""
     _device._device_constructors()  # knows the factories by what they are now
     empty = torch.empty
-    for name in (
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "rand",
-        "randn",
-        "randint",
-        "arange",
-        "eye",
-        "linspace",
-        "randperm",
-    ):
+    makers = "empty zeros ones full rand randn randint arange eye linspace randperm"
+    for name in makers.split():
         setattr(torch, name, claiming(getattr(torch, name)))
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, claiming_data(getattr(torch, name), empty))
@@ -369,11 +316,8 @@ def pytest_configure() -> None:
     for name, value in pretended.items():
         setattr(torch.cuda, name, always(value))
     torch.cuda.is_current_stream_capturing = lambda: MODE.capture is not None
-    torch.cuda.synchronize, torch.cuda.stream, torch.cuda.device = (
-        synchronize,
-        nullcontext,
-        nullcontext,
-    )
+    torch.cuda.synchronize = synchronize
+    torch.cuda.stream = torch.cuda.device = nullcontext
     torch.cuda.Stream, torch.cuda.CUDAGraph, torch.cuda.graph = Stream, CUDAGraph, graph
 
     torch._C._ensureCUDADeviceGuardSet()

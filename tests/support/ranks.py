@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.models import tokens
+from support.offload import results
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -71,30 +72,20 @@ def digest_of(tensors: list[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def bits_of(model: Any, update: str, file: Path) -> dict[str, str]:
-    """Hashes of all that a patcher computes: equal in every process and without processes."""
-    found = {}
+def bits_of(model: Any, update: str, file: Path) -> list[str]:
+    """Hashes of all that a patcher computes, and of its steps: equal in every process
+    and without processes.
+    """
+    tensors, written = results(model, update, (CONTEXT, KEPT), file, rank_timeout=60)
+    found = [digest_of(tensors), hashlib.sha256(written).hexdigest()]
     with ContextPatcher(model, update, rank_timeout=60) as patcher:
-        patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
-        logits = patcher.forward(KEPT, patch)
-        assert patch.report is not None and patch.logits is not None
-        factors = [layer[name] for layer in patch.layers for name in sorted(layer)]
-        found["factors"] = digest_of(factors)
-        found["report"] = digest_of([patch.report.misses, patch.report.correction])
-        found["replay"] = digest_of([logits, patch.logits])
-        patch.save(file)
-        loaded = patcher.forward(KEPT, ContextPatch.load(file, model))
-        found["file"] = hashlib.sha256(file.read_bytes()).hexdigest() + digest_of([loaded])
-        grown = patcher.dynamics(CONTEXT[:, :4], KEPT).patches[-1]
-        found["dynamics"] = digest_of([*patch.norms().values(), *grown.norms().values()])
-        two = patcher.update == "exact" or patcher.attached_model.steps_take_two_passes
+        two = update == "exact" or patcher.attached_model.steps_take_two_passes
         modes = ["two_pass" if two else "two_stream"]
-        if update == "exact" or modes == ["two_stream"]:
-            modes.append("shared_cache")
+        modes += ["shared_cache"] * (update == "exact" or not two)
         for mode in modes:
             steps = list(patcher.generate(CONTEXT, max_new_tokens=3, mode=mode))
             made = [x for step in steps for x in step.patch.layers[-1].values()]
-            found[mode] = digest_of([*(x for step in steps for x in (step.logits,)), *made])
+            found.append(digest_of([*(step.logits for step in steps), *made]))
     return found
 
 
@@ -122,9 +113,10 @@ def shared_matrices(folder: str, update: str) -> Any:
         patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
         said["replay"] = largest_difference(patcher.forward(KEPT, patch), patch.logits)
         of_one = ContextPatch.load(f"{folder}/{update}.safetensors", model)
-        said["of_one"] = error_of(lambda: patcher.forward(KEPT, of_one))
-        if said["of_one"][0] == "nothing":
+        try:
             said["of_one"] = largest_difference(patcher.forward(KEPT, of_one), patch.logits)
+        except ValueError as error:
+            said["of_one"] = str(error)
         if RANK == 0:
             patch.save(f"{folder}/{update}-{COUNT}.safetensors")
         steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
@@ -135,12 +127,25 @@ def shared_matrices(folder: str, update: str) -> Any:
             reductions(lambda: patcher.forward(KEPT, alone)),
         ]
         said["factors"] = digest_of([x for layer in patch.layers for x in layer.values()])
+        with patcher.applied(patch):
+            with_gradients = model(KEPT).logits
+            said["applied"] = largest_difference(with_gradients, plain(model))
+        said["dead"] = []
+        up = model.model.layers[0].mlp.up_proj.weight
+        for rank in range(COUNT):  # until the input of the writer is 0 on all ranks
+            if rank == RANK:
+                up.data.to_local().zero_()
+            for work in (
+                lambda: patcher.compute(CONTEXT, KEPT),
+                lambda: next(patcher.generate(CONTEXT, max_new_tokens=1)),
+            ):
+                said["dead"].append(error_of(work))
     return said
 
 
-def plain(model: Any) -> None:
+def plain(model: Any) -> Tensor:
     with torch.no_grad():
-        model(KEPT)
+        return model(KEPT).logits
 
 
 def reductions(work: Callable[[], Any]) -> list[int]:
@@ -160,8 +165,7 @@ def reductions(work: Callable[[], Any]) -> list[int]:
     return [len(sizes), sum(sizes)]
 
 
-def largest_difference(x: Tensor, y: Tensor | None) -> float:
-    assert y is not None
+def largest_difference(x: Tensor, y: Any) -> float:
     return float((x - y).abs().max() / y.abs().max())
 
 
@@ -233,19 +237,6 @@ def death(folder: str) -> None:
     error = error_of(lambda: patcher.compute(CONTEXT, KEPT))
     say([*error, time.monotonic() - before])
     say(error_of(lambda: patcher.compute(CONTEXT, KEPT)))
-
-
-def absence(folder: str) -> None:
-    """The last rank makes another call much later."""
-    model = load(folder, pp_size=COUNT)
-    patcher = ContextPatcher(model, "stable", rank_timeout=TIMEOUT)
-    if RANK == COUNT - 1:
-        say("waits")
-        time.sleep(4 * TIMEOUT)
-        return
-    before = time.monotonic()
-    error = error_of(lambda: patcher.compute(CONTEXT, KEPT))
-    say([*error, time.monotonic() - before])
 
 
 if __name__ == "__main__":

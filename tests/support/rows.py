@@ -41,10 +41,7 @@ def near_hard(rng: torch.Generator, rows: int, n: int) -> Rows:
     e = (m.abs() - m.abs().gather(1, lowest)) * (m.abs() + m.abs().gather(1, lowest))
     g.scatter_(1, lowest, 0.0)
     phi = torch.where(e > 0, m * g / torch.where(e > 0, e, 1.0), 0.0).square().sum(1, keepdim=True)
-    off = torch.tensor(
-        [0, 1e-15, -1e-15, 1e-13, -1e-13, 1e-12, -1e-12, 1e-8, -1e-8, 1e-3, -1e-3],
-        dtype=torch.float64,
-    )
+    off = torch.tensor([0, *(s * 10.0**-x for x in (15, 13, 12, 8, 3) for s in (1, -1))]).double()
     at_lowest = torch.tensor([0, 1e-30, 1e-15, 1e-8, 1e-4], dtype=torch.float64)
     row = torch.arange(rows).unsqueeze(1)
     g *= (n * (1 + off[row % 11]) / torch.where(phi > 0, phi, 1.0)).sqrt()
@@ -52,27 +49,17 @@ def near_hard(rng: torch.Generator, rows: int, n: int) -> Rows:
 
 
 def zeros(rng: torch.Generator, rows: int, n: int) -> Rows:
+    """Of m, and there half of g has the other zero."""
     m, g = gaussian(rng, rows, n)
     m[some(rng, 0.3, rows, n)] = 0
+    g[some(rng, 0.5, rows, n) & (m == 0)] = -0.0
     return m, g * 10 ** uniform(rng, -3, 3, rows, 1)
-
-
-def zeros_of_both(rng: torch.Generator, rows: int, n: int) -> Rows:
-    m, g = zeros(rng, rows, n)
-    return m, torch.where(m == 0, -0.0, g)
 
 
 def all_zero(rng: torch.Generator, rows: int, n: int) -> Rows:
     m, g = gaussian(rng, rows, n)
     row = torch.arange(rows).unsqueeze(1)
-    return torch.where(row % 3 == 0, 0.0, m), torch.where(row % 3 == 1, 0.0, g)
-
-
-def negative_zero(rng: torch.Generator, rows: int, n: int) -> Rows:
-    m, g = gaussian(rng, rows, n)
-    m[:, 0] = -0.0
-    g[::2, 0] = -0.0
-    return m, g
+    return torch.where(row % 3 == 0, -0.0, m), torch.where(row % 3 == 1, 0.0, g)
 
 
 def ties(rng: torch.Generator, rows: int, n: int) -> Rows:
@@ -134,21 +121,12 @@ def full_range(rng: torch.Generator, rows: int, n: int) -> Rows:
     return m, g
 
 
-def denormal(rng: torch.Generator, rows: int, n: int) -> Rows:
-    return normal(rng, rows, n) * 2.0**-140, normal(rng, rows, n) * 2 ** uniform(
-        rng, -149, -120, rows, 1
-    )
-
-
-def huge(rng: torch.Generator, rows: int, n: int) -> Rows:
-    return normal(rng, rows, n).clamp(-3, 3) * 1e38, normal(rng, rows, n).clamp(-3, 3) * 1e38
-
-
-def both_ends(rng: torch.Generator, rows: int, n: int) -> Rows:
-    """The smallest denormal beside the largest number."""
-    m, g = gaussian(rng, rows, n)
-    m[:, 0], g[::2, 0] = 2.0**-149, 3.4e38
-    m[:, -1], g[:, -1] = 3.4e38, 2.0**-149
+def ends(rng: torch.Generator, rows: int, n: int) -> Rows:
+    """Rows of denormal numbers, rows of the largest, and rows of both."""
+    size = torch.tensor([2.0**-140, 1e38, 1.0], dtype=torch.float64)[torch.arange(rows) % 3, None]
+    m, g = (x.clamp(-3, 3) * size for x in gaussian(rng, rows, n))
+    m[2::3, 0], g[2::6, 0] = 2.0**-149, 3.4e38
+    m[2::3, -1], g[2::3, -1] = 3.4e38, 2.0**-149
     return m, g
 
 
@@ -164,14 +142,9 @@ def trained(rng: torch.Generator, rows: int, n: int) -> Rows:
     return m, m * y + normal(rng, rows, n)  # g = m ⊙ Norm(h) + delta
 
 
-ROWS: dict[str, Callable[[torch.Generator, int, int], Rows]] = {
-    maker.__name__: maker
-    for maker in (
-        gaussian, sparse, near_hard, zeros, zeros_of_both, all_zero, negative_zero, ties, plateaus,
-        clusters, nested, from_zero, graded,
-        full_range, denormal, huge, both_ends, trained,
-    )
-}  # fmt: skip
+FAMILIES = (gaussian, sparse, near_hard, zeros, all_zero, ties, plateaus, clusters, nested)
+FAMILIES += (from_zero, graded, full_range, ends, trained)
+ROWS: dict[str, Callable[[torch.Generator, int, int], Rows]] = {x.__name__: x for x in FAMILIES}
 # (C, eps) by their r² = C²/(C² + eps): 1, about 1/2, about 1e-6.
 RADII = [(1.0, 0.0), (1e-3, 1e-6), (1e-3, 1.0)]
 

@@ -217,13 +217,9 @@ def _prefetch(
 
 @triton.jit
 def _arrive(counter_ptr, SPLITS: tl.constexpr):
-    """Count a program that has stored its sums; whether it is the last, which resets the counter
-    for the next launch.
-    """
+    """Count a program that has stored its sums; whether it is the last."""
     tl.debug_barrier()  # the atomic is one thread's: all must have stored before it
-    last = tl.atomic_add(counter_ptr, 1) == SPLITS - 1
-    tl.store(counter_ptr, 0, mask=last)
-    return last
+    return tl.atomic_add(counter_ptr, 1) == SPLITS - 1
 
 
 @triton.jit

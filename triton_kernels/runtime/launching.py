@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import InitVar, dataclass, field
 from functools import wraps
-from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -34,8 +33,8 @@ class Launch:
         included;
     programs: the size of the grid; inputs: tensors like those to come, or their dtypes, None for an
         absent tensor; outputs: sizes and dtypes, None for an absent one; num_warps, num_stages:
-        options of the compiler; scratch: the same for memory that only the kernel uses; int32 is
-        :func:`counters`; pdl: programmatic dependent launch.
+        options of the compiler; scratch: the same for memory that only the kernel uses, of int32
+        zeros; pdl: programmatic dependent launch.
     """
 
     kernel: Any
@@ -109,44 +108,9 @@ def _allocated(memory: Memory | None, device: torch.device) -> Tensor | None:
     if memory is None:
         return None
     size, dtype = memory
-    if dtype == torch.int32:
-        return counters(size[0], device)
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-_COUNTERS = 1 << 16
-_free_counters: dict[torch.device, Tensor] = {}
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-_counter_blocks: list[Tensor] = []  # for good: a captured graph does not hold its counters
-_counters_lock = Lock()
-
-
-def counters(count: int, device: torch.device) -> Tensor:
-    """``count`` int32 zeros, which the kernel leaves as zeros: no launch has to write them.
-
-    The launches of a stream share them, as they run one after the other. A launch that is captured
-    into a CUDA graph has its own, because the graph may run beside that stream.
-    """
-    count = 4 * triton.cdiv(count, 4)  # Triton compiles again for addresses that are not aligned
-    on_gpu = device.type == "cuda"
-    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-    captured = on_gpu and torch.cuda.is_current_stream_capturing()
-    known = _counters.get((device, stream))
-    if not captured and known is not None and len(known) >= count:
-        return known
-    with _counters_lock:
-        free = _free_counters.get(device)
-        if free is None or len(free) < (count if captured else count + _COUNTERS // 2):
-            if captured:  # zeros that the graph writes at every replay
-                return torch.zeros(count, dtype=torch.int32, device=device)
-            free = torch.zeros(count + _COUNTERS, dtype=torch.int32, device=device)
-            if on_gpu:  # other streams take the rest
-                torch.cuda.current_stream(device).synchronize()
-            _counter_blocks.append(free)
-        taken, _free_counters[device] = free[:count], free[count:]
-        if not captured:
-            _counters[device, stream] = taken
-        return taken
+    # counters begin at 0, in a captured graph at every replay
+    made = torch.zeros if dtype == torch.int32 else torch.empty
+    return made(size, dtype=dtype, device=device)
 
 
 def has_pdl(device: torch.device) -> bool:

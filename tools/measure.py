@@ -1,0 +1,401 @@
+"""Measure what the pages say about memory, data sets and split models, into docs/data.
+
+    build/python tools/measure.py patches              # bytes of a patch, and of the KV cache
+    build/python tools/measure.py memory MODEL         # of a patch, offloaded or not; of steps
+    build/python tools/measure.py extraction MODEL     # a data set beside the model's own passes
+    build/python tools/measure.py splits [FAMILY...]   # every family split and offloaded
+    build/python tools/measure.py split-steps MODEL    # decode steps over two processes
+
+MODEL is a folder. accelerate must be importable. tools/readme.py writes the tables again.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+from icl_patch import ContextPatcher
+from icl_patch.bench.cases.models import CPU_SHAPE
+from icl_patch.bench.results import environment
+from icl_patch.errors import RankError
+from icl_patch.evaluation import tiny_models
+from icl_patch.evaluation.loading import load_model
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "docs" / "data"
+UPDATES = ("direct", "stable", "exact")
+MIB = 2**20
+
+
+def write(name: str, data: Any) -> None:
+    """Write a file of docs/data."""
+    (DATA / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def apart(*arguments: str, ranks: int = 0) -> list[Any]:
+    """What one of PARTS prints as JSON in a process of its own, or in several ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, "-P", *(launcher if ranks else []), __file__, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def random_ids(rows: int, tokens: int, most: int) -> torch.Tensor:
+    """The same every time."""
+    return torch.randint(3, most, (rows, tokens), generator=torch.Generator().manual_seed(0))
+
+
+# -- patches: one block of each model has its true widths and random bf16 weights
+
+
+def patches() -> None:
+    """The models of docs/data/patch-memory.json again."""
+    record = json.loads((DATA / "patch-memory.json").read_text(encoding="utf-8"))
+    rows = [patch_bytes(name, settings) for name, settings in record["configs"].items()]
+    write("patch-memory.json", record | {"torch": torch.__version__, "rows": rows})
+
+
+def patch_bytes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The bytes of one model's cache for one token, and of one token's patch by update."""
+    small = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(**settings, **small)
+    layers, config.num_hidden_layers = config.num_hidden_layers, 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    cache = model(torch.tensor([[5]]), use_cache=True).past_key_values.layers[0]
+    found = {}
+    for update in ("stable", "exact"):
+        with ContextPatcher(model, update) as patcher:
+            patch = patcher.compute(torch.tensor([[5, 6, 7]]), torch.tensor([[8]]))
+        shared = sum(x.nbytes for layer in patch.layers for x in layer.values() if x.dim() == 1)
+        found[update] = layers * (patch.nbytes - shared)  # a norm's own scale is the model's
+    cached = layers * (cache.keys.nbytes + cache.values.nbytes)
+    return {"model": name, "layers": layers, "cache_bytes": cached, "patch_bytes": found}
+
+
+# -- memory
+
+LONG = 8000  # tokens
+
+
+def memory(folder: str) -> None:
+    """How far a process grows beyond the imports while it loads the model, attaches, computes an
+    exact patch and replays it, with the weights in memory and on disk; and beyond the loaded model
+    while it generates two tokens after a long context.
+    """
+    found: dict[str, Any] = {"model": Path(folder).name, "dtype": "float32"}
+    for place in ("memory", "disk"):
+        [found[place]] = apart("grown-by-patch", folder, place)
+    grown = {}
+    for call in ("own", "exact", "stable"):
+        [measured] = apart("grown-by-steps", folder, call)
+        grown[call] = measured["growth"]
+    write("offload-memory.json", found | {"generation": {"context_tokens": LONG, **grown}})
+
+
+def grown_by_patch(folder: str, place: str) -> None:
+    """Print the sizes in MiB."""
+    before, device_map = resident(), None
+    if place == "disk":
+        parts = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+        device_map = {**dict.fromkeys(parts, "disk"), "model.rotary_emb": "cpu"}
+    with tempfile.TemporaryDirectory() as weights:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, device_map=device_map, offload_folder=weights
+        ).eval()
+        ids = random_ids(1, 20, 900)
+        with ContextPatcher(model) as patcher:
+            patch = patcher.compute(ids[:, :11], ids[:, 11:])
+            assert torch.equal(patcher.forward(patch.kept_ids, patch), patch.logits)
+    sizes = [x.nbytes for x in model.parameters()]
+    found = {"largest_weight": max(sizes) // MIB, "growth": (peak() - before) // MIB}
+    # two modules that share a weight in memory have one each on disk
+    print(json.dumps(found if place == "disk" else {"weights": sum(sizes) // MIB, **found}))
+
+
+def grown_by_steps(folder: str, call: str) -> None:
+    """Print the growth in MiB by two tokens: the model's own, or of an update's steps."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for weight in model.parameters():
+        weight.sum()  # from_pretrained maps the file: read it before the count begins
+    ids, before = random_ids(1, LONG, 900), resident()
+    if call == "own":
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+    else:
+        list(ContextPatcher(model, call).generate(ids, max_new_tokens=2))
+    print(json.dumps({"growth": (peak() - before) // MIB}))
+
+
+def peak() -> int:
+    """The most bytes that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident() -> int:
+    """The bytes that it has."""
+    pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+# -- extraction: one process and then two, of one thread, with a data set and a folder each
+
+ROWS, ROUNDS = 24, 2  # of each process
+CONTEXT, KEPT = (192, 320), 16  # tokens
+
+
+def extraction(name: str) -> None:
+    """Time ``scale.extract_dataset`` in its default batches, without attaching, beside the model's
+    own passes over the same batches, without a cache and with the logits of the kept tokens only.
+    """
+    model, _ = load_model(name)
+    result: dict[str, Any] = {
+        "model": Path(name).name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
+        "environment": environment(torch.device("cpu")) | {"threads": 1},
+        "context_tokens": CONTEXT,
+        "kept_tokens": KEPT,
+        "rows": ROWS,
+        "runs": [],
+    }
+    del model
+    for update in ("stable", "exact"):
+        for workers in (1, 2):
+            context = get_context("spawn")
+            barrier = context.Barrier(workers)
+            with ProcessPoolExecutor(workers, context, use_barrier, (barrier,)) as pool:
+                work = functools.partial(extract, name, update)
+                records = [record for part in pool.map(work, range(workers)) for record in part]
+            result["runs"].append({"update": update, "workers": workers, "records": records})
+            ratios = [record["seconds"]["all"] / record["seconds"]["own"] for record in records]
+            print(update, workers, [f"{ratio:.2f}" for ratio in ratios], flush=True)
+    write("extraction-speed.json", result)
+
+
+def use_barrier(barrier: Any) -> None:
+    """Of the processes that start every part together."""
+    extract.barrier = barrier
+
+
+def extract(name: str, update: str, rank: int, rows: int = ROWS) -> list[dict[str, Any]]:
+    """One process: its extractions and own passes, as one record for each round."""
+    from icl_patch import scale
+
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(name)
+    texts, records = texts_of(tokenizer, range(rank * rows, (rank + 1) * rows)), []
+    for _ in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as made:
+            data, folder = Path(made, "rows.jsonl"), Path(made, "patches")
+            data.write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
+            with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
+                extract.barrier.wait()
+                start = time.perf_counter()
+                summary = scale.extract_dataset(patcher, data, folder)
+                seconds = {"all": time.perf_counter() - start}
+            assert summary.rejected == 0
+            extract.barrier.wait()
+            seconds["own"] = own_passes(model, tokenizer, texts, scale.PatchDataset(folder))
+            parts = {part: [*(folder / part).iterdir()] for part in ("shards", "index")}
+            sizes = {part: sum(x.stat().st_size for x in files) for part, files in parts.items()}
+            record = {"seconds": seconds, "patches": summary.patches, "peak_bytes": peak()}
+            records.append(record | {"bytes": sizes})
+    return records
+
+
+def texts_of(tokenizer: Any, rows: range) -> list[dict[str, str]]:
+    """Rows of a data set: pieces of the documentation."""
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    ids = tokenizer("".join(page.read_text("utf-8") for page in pages), verbose=False).input_ids
+    found = []
+    for row in rows:
+        start = row * 61 % (len(ids) - CONTEXT[1] - KEPT)
+        cut = start + CONTEXT[0] + row * 37 % (CONTEXT[1] - CONTEXT[0] + 1)
+        parts = {"context": ids[start:cut], "kept": ids[cut : cut + KEPT]}
+        found.append({name: tokenizer.decode(part) for name, part in parts.items()})
+    return found
+
+
+@torch.no_grad()
+def own_passes(model: Any, tokenizer: Any, texts: list[dict[str, str]], patches: Any) -> float:
+    """Seconds of the model's own passes over the batches of a folder."""
+    seconds = 0.0
+    for index, patch in patches.batches():
+        batch = ["".join(texts[row].values()) for row in index["row"].to_pylist()]
+        inputs = tokenizer(batch, padding=True, padding_side="left", return_tensors="pt")
+        start = time.perf_counter()
+        model(**inputs, use_cache=False, logits_to_keep=patch.kept_ids.shape[1])
+        seconds += time.perf_counter() - start
+    return seconds
+
+
+# -- splits
+
+RANKS = {"pp 2": ("pp_size", 2), "pp 4": ("pp_size", 4), "tp 2": ("tp_size", 2)}
+
+
+def splits(*families: str) -> None:
+    """Patches of split and offloaded models beside those of the same models whole: the error of the
+    replay (the largest difference of a logit from the run with the context, relative to the
+    largest), and whether factors and logits have the bits of the whole model; or the refusal.
+    """
+    lines = []
+    for family in families or tiny_models.SUPPORTED:
+        with tempfile.TemporaryDirectory() as folder:
+            tiny_models.build(family).save_pretrained(folder)
+            whole = {update: replayed(load(folder, family), update) for update in UPDATES}
+            for split in ("cpu", "disk", *RANKS):
+                for update, found in zip(UPDATES, of_split(folder, family, split), strict=True):
+                    if "digest" in found:
+                        found["bits"] = found.pop("digest") == whole[update]["digest"]
+                    line = {"family": family, "split": split, "update": update, **found}
+                    lines.append(json.dumps(line))
+                    print(lines[-1], flush=True)
+    if not families:
+        (DATA / "splits.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def of_split(folder: str, family: str, split: str) -> list[dict[str, Any]]:
+    """What is found of each update."""
+    if split in RANKS:
+        found = apart("split-rank", folder, family, split, ranks=RANKS[split][1])
+        # the ranks lost each other, and all ended
+        lost = {"refused": "its pipeline fails on one rank"}
+        return found + [lost] * (len(UPDATES) - len(found))
+    from accelerate import cpu_offload, disk_offload
+
+    def offloaded() -> Any:
+        model = load(folder, family)
+        if split == "cpu":
+            return cpu_offload(model, execution_device="cpu")
+        return disk_offload(model, f"{folder}/offloaded", execution_device="cpu")
+
+    return [attempt(offloaded, update) for update in UPDATES]
+
+
+def split_rank(folder: str, family: str, split: str) -> None:
+    """The measurements of one rank; the first one prints them."""
+    option, count = RANKS[split]
+    config = DistributedConfig(**{option: count})
+    for update in UPDATES:
+        found = attempt(lambda: load(folder, family, distributed_config=config), update)
+        if os.environ["RANK"] == "0":
+            print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def load(folder: str, family: str, **options: Any) -> Any:
+    """A saved model of a family."""
+    images = tiny_models.SUPPORTED[family].images
+    auto: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    return auto.from_pretrained(folder, **options).eval()
+
+
+def attempt(make: Callable[[], Any], update: str) -> dict[str, Any]:
+    """A measurement, or the refusal."""
+    try:
+        return replayed(make(), update)
+    except RankError:
+        raise
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+
+
+def replayed(model: Any, update: str) -> dict[str, Any]:
+    """The error of a replay, and a hash of factors and logits."""
+    ids = random_ids(2, 12, 90)
+    with ContextPatcher(model, update, rank_timeout=30) as patcher:
+        patch = patcher.compute(ids[:, :9], ids[:, 9:])
+        logits = patcher.forward(patch.kept_ids, patch)
+    error = (logits - patch.logits).abs().max() / patch.logits.abs().max()
+    digest = hashlib.sha256()
+    for x in [*(layer[name] for layer in patch.layers for name in sorted(layer)), logits]:
+        digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return {"error": float(error), "digest": digest.hexdigest()}
+
+
+# -- split steps
+
+LENGTHS, STEP_CONTEXT, STEP_ROUNDS, PROCESSES = (8, 24), 256, 7, 2
+
+
+def split_steps(folder: str) -> None:
+    """A step is the difference of two greedy generations, in fp32 with one thread a process; the
+    model's own and the stable update's take turns. A random model has a number of heads that two
+    divides, which shared matrices need.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        CPU_SHAPE.build(torch.device("cpu"), torch.float32).save_pretrained(made)
+        real, random = (folder, Path(folder).name), (made, CPU_SHAPE.name)
+        rows = []
+        for (where, name), split in ((real, "pp_size"), (random, "pp_size"), (random, "tp_size")):
+            [found] = apart("steps-rank", where, split, ranks=PROCESSES)
+            rows.append({"model": name, "split": split, **found})
+            medians = [statistics.median(found["seconds"][x]) for x in ("stable", "own")]
+            print(name, split, f"{medians[0] / medians[1]:.2f}", flush=True)
+    where = environment(torch.device("cpu")) | {"threads": 1, "processes": PROCESSES}
+    data = {"environment": where, "context_tokens": STEP_CONTEXT, "rows": rows}
+    write("split-steps.json", data)
+
+
+def steps_rank(folder: str, split: str) -> None:
+    """The measurements of one rank; the first one prints them."""
+    config = DistributedConfig(**{split: PROCESSES})
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, distributed_config=config
+    ).eval()
+    ids, steps = random_ids(1, STEP_CONTEXT, 900), LENGTHS[1] - LENGTHS[0]
+    patcher = ContextPatcher(model, "stable", rank_timeout=60)
+
+    def run(name: str, new: int) -> None:
+        lengths: Any = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
+        if name == "stable":
+            list(patcher.generate(ids, **lengths))
+        else:
+            model.generate(ids, attention_mask=torch.ones_like(ids), **lengths)
+
+    def seconds(name: str, new: int) -> float:
+        start = time.perf_counter()
+        run(name, new)
+        return time.perf_counter() - start
+
+    times: dict[str, list[float]] = {"own": [], "stable": []}
+    for number in range(STEP_ROUNDS + 1):
+        for name, found in times.items():
+            few, many = (seconds(name, new) for new in LENGTHS)
+            found += [(many - few) / steps] if number else []  # the first is to warm up
+    if os.environ["RANK"] == "0":
+        print(json.dumps({"seconds": times}), flush=True)
+    os._exit(0)
+
+
+CALLS = (patches, memory, extraction, splits, split_steps)
+PARTS = (grown_by_patch, grown_by_steps, split_rank, steps_rank)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    calls = {call.__name__.replace("_", "-"): call for call in (*CALLS, *PARTS)}
+    if sys.argv[1:2] and sys.argv[1] in calls:
+        calls[sys.argv[1]](*sys.argv[2:])
+    else:
+        sys.exit(__doc__)
