@@ -163,8 +163,9 @@ class AttachedBlock:
 
     @property
     def norms(self) -> dict[str, PatchedRMSNorm]:
-        """The patched norms by name."""
-        return {name: x for name, _, x in self._swapped if isinstance(x, PatchedRMSNorm)}
+        """The patched norms by name, also after a detach."""
+        named = {self.spec.inner_norm: self.inner_norm, self.spec.post_norm: self.post_norm}
+        return {str(name): norm for name, norm in named.items() if norm is not None}
 
     @property
     def writer(self) -> PatchedModule:

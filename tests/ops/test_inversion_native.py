@@ -171,7 +171,7 @@ def test_a_new_batch_size_does_not_recompile(function: Callable, per_row: bool) 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     m, g = mixed_rows(24, 3)
-    for rows in (7, 8, 2, 33, 48):
+    for rows in (7, 8, 2, 33, 42):
         third = torch.ones(rows) if function is inverted else m[:rows].flip(0)
         arguments = [g[:rows], m[:rows] if per_row else m[0], third]
         for x in arguments if per_row else (arguments[0], arguments[2]):

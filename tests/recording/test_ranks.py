@@ -103,7 +103,7 @@ def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> 
             for kind, text in (in_compute, in_step):
                 assert kind == "ControllabilityError" and text.startswith(refused), text
         if update == "direct" and not patch.info.divisible:  # a change of the scale alone
-            assert word["of_one"][1].startswith(f"expected a patch of a model with tp_size={count}")
+            assert word["of_one"].startswith(f"expected a patch of a model with tp_size={count}")
         else:
             assert word["of_one"] < 1e-5
         written = ContextPatch.load(f"{folder}/{update}-{count}.safetensors", None)
