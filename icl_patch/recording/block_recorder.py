@@ -86,11 +86,14 @@ class BlockRecorder(ABC):
 
     # -- factors
 
-    def keep(self, layer: PatchedModule, **factors: Tensor | None) -> None:
+    def keep(self, layer: PatchedModule, **factors: Tensor) -> None:
         """Keep factors of a module under the names of its attributes that apply them."""
         for name, factor in factors.items():
-            if factor is not None:
-                self._factors[layer, name] = factor
+            self._factors[layer, name] = factor
+
+    def kept(self, layer: PatchedModule, name: str) -> Tensor | None:
+        """A factor of a module, if there is one."""
+        return self._factors.get((layer, name))
 
     @property
     def factors(self) -> Factors:
@@ -259,7 +262,7 @@ class BlockRecorder(ABC):
         exact update in fp64; ``y`` is its plain output.
         """
         dtype = torch.float64 if self.exact else dtype
-        if (change := self._factors.get((layer, "bias_change"))) is not None:
+        if (change := self.kept(layer, "bias_change")) is not None:
             return add_bias_change(y, change, dtype)
         u, v = self._factors[layer, "u"], self._factors[layer, "v"]
         return add_to_writer(layer, y, h, u, v, dtype)
@@ -301,10 +304,21 @@ class BlockRecorder(ABC):
         else:
             direction = write_direction(layer, self.split(h)[1].reshape(-1, h.shape[-1]))
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
-        self.keep_written(layer, y, u, v, self.unflat(direction.inverse_norm2), None)
-        if direction.coeff is not None:  # for a compiler
-            return (y + self.unflat(direction.coeff) * u).to(dtype)
-        h = self.split(h)[1]
+        inverse = self.unflat(direction.inverse_norm2)
+        self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
+        self.keep(layer, u=u, v=v)
+        return self._add_stable(layer, self.split(h)[1], y, direction, dtype)
+
+    def _add_stable(
+        self,
+        layer: PatchedLinear,
+        h: Tensor,
+        y: Tensor,
+        _direction: ops.Direction,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """``y + u (v·h)`` (B, T, N) with the factors of ``layer``, which it may still correct."""
+        u, v = self._factors[layer, "u"], self._factors[layer, "v"]
         patched = add_to_writer(layer, y, h, u, v, dtype)
         if self.exact:
             u = self.zero_padding(u + updates.off_zero(patched, y, self.addend))

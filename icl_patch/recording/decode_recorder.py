@@ -157,6 +157,20 @@ class DecodeRecorder(BlockRecorder):
         )
         return like_rows_of(h, output)
 
+    def _add_stable(
+        self,
+        layer: PatchedLinear,
+        h: Tensor,
+        y: Tensor,
+        direction: ops.Direction,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if not self.for_inductor:
+            return super()._add_stable(layer, h, y, direction, dtype)
+        u = self.kept(layer, "u")
+        assert direction.coeff is not None and u is not None
+        return (y + self.unflat(direction.coeff) * u).to(dtype)
+
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         if x.dtype == torch.float64:
             return super()._apply_new_scale(layer, x, new_scale)

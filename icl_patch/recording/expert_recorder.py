@@ -86,8 +86,12 @@ def _read(
     """
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
-    condition = f"the input z of {recorder.spec.experts} is 0"
-    recorder.diagnostics.refuse_at_zero(condition, inverse, u.flatten(2), "input")
+    recorder.diagnostics.refuse(
+        f"the input z of {recorder.spec.experts} is 0",
+        (inverse == 0) & (u != 0).flatten(2).any(-1),
+        inverse == 0,
+        "input",
+    )
     recorder.keep(layer, read_u=u, read_v=v)
     z_own = recorder.split(z)[1].flatten(0, 1)
     patched = layer.add_read(read, z_own, u.flatten(0, 1), v.flatten(0, 1))
@@ -184,7 +188,7 @@ def _write(
         u, v = target, recorder.zero_padding(v * share.unsqueeze(-1))
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
     padded = recorder.zero_padding(u)
-    recorder.keep(layer, write_u=padded, write_v=v)
+    recorder.keep(layer, write_u=padded, **({} if v is None else {"write_v": v}))
     if closes:
         recorder.open_loop(out, gain, layer, "write_u")
     written = layer.add_written(out, gain, padded, h.dtype)
