@@ -9,8 +9,6 @@
 MODEL is a folder. accelerate must be importable. tools/readme.py writes the tables again.
 """
 
-import functools
-import hashlib
 import json
 import os
 import resource
@@ -19,18 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from record_bits import digest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from icl_patch import ContextPatcher
+from icl_patch import ContextPatcher, scale
 from icl_patch.bench.cases.models import CPU_SHAPE
 from icl_patch.bench.results import environment
 from icl_patch.errors import RankError
@@ -49,7 +47,7 @@ def write(name: str, data: Any) -> None:
 
 
 def apart(*arguments: str, ranks: int = 0) -> list[Any]:
-    """What one of PARTS prints as JSON in a process of its own, or in several ranks."""
+    """What one of PARTS yields in a process of its own, or on the first of several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-P", *(launcher if ranks else []), __file__, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -104,15 +102,15 @@ def memory(folder: str) -> None:
     found: dict[str, Any] = {"model": Path(folder).name, "dtype": "float32"}
     for place in ("memory", "disk"):
         [found[place]] = apart("grown-by-patch", folder, place)
-    grown = {}
+    found["generation"] = {"context_tokens": LONG}
     for call in ("own", "exact", "stable"):
         [measured] = apart("grown-by-steps", folder, call)
-        grown[call] = measured["growth"]
-    write("offload-memory.json", found | {"generation": {"context_tokens": LONG, **grown}})
+        found["generation"] |= measured
+    write("offload-memory.json", found)
 
 
-def grown_by_patch(folder: str, place: str) -> None:
-    """Print the sizes in MiB."""
+def grown_by_patch(folder: str, place: str) -> Iterator[dict[str, int]]:
+    """The sizes in MiB."""
     before, device_map = resident(), None
     if place == "disk":
         parts = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
@@ -128,11 +126,11 @@ def grown_by_patch(folder: str, place: str) -> None:
     sizes = [x.nbytes for x in model.parameters()]
     found = {"largest_weight": max(sizes) // MIB, "growth": (peak() - before) // MIB}
     # two modules that share a weight in memory have one each on disk
-    print(json.dumps(found if place == "disk" else {"weights": sum(sizes) // MIB, **found}))
+    yield found if place == "disk" else {"weights": sum(sizes) // MIB, **found}
 
 
-def grown_by_steps(folder: str, call: str) -> None:
-    """Print the growth in MiB by two tokens: the model's own, or of an update's steps."""
+def grown_by_steps(folder: str, call: str) -> Iterator[dict[str, int]]:
+    """The growth in MiB by two tokens: the model's own, or of an update's steps."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for weight in model.parameters():
         weight.sum()  # from_pretrained maps the file: read it before the count begins
@@ -141,7 +139,7 @@ def grown_by_steps(folder: str, call: str) -> None:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
     else:
         list(ContextPatcher(model, call).generate(ids, max_new_tokens=2))
-    print(json.dumps({"growth": (peak() - before) // MIB}))
+    yield {call: (peak() - before) // MIB}
 
 
 def peak() -> int:
@@ -165,60 +163,40 @@ def extraction(name: str) -> None:
     """Time ``scale.extract_dataset`` in its default batches, without attaching, beside the model's
     own passes over the same batches, without a cache and with the logits of the kept tokens only.
     """
-    model, _ = load_model(name)
-    result: dict[str, Any] = {
+    runs = []
+    for update in ("stable", "exact"):
+        for workers in (1, 2):
+            work = [("extract", name, update, str(rank)) for rank in range(workers)]
+            with ThreadPoolExecutor() as pool:
+                records = sum(pool.map(lambda part: apart(*part), work), [])
+            runs.append({"update": update, "workers": workers, "records": records})
+            ratios = [record["seconds"]["all"] / record["seconds"]["own"] for record in records]
+            print(update, workers, [f"{ratio:.2f}" for ratio in ratios], flush=True)
+    result = {
         "model": Path(name).name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
         "environment": environment(torch.device("cpu")) | {"threads": 1},
         "context_tokens": CONTEXT,
         "kept_tokens": KEPT,
         "rows": ROWS,
-        "runs": [],
     }
-    del model
-    for update in ("stable", "exact"):
-        for workers in (1, 2):
-            context = get_context("spawn")
-            barrier = context.Barrier(workers)
-            with ProcessPoolExecutor(workers, context, use_barrier, (barrier,)) as pool:
-                work = functools.partial(extract, name, update)
-                records = [record for part in pool.map(work, range(workers)) for record in part]
-            result["runs"].append({"update": update, "workers": workers, "records": records})
-            ratios = [record["seconds"]["all"] / record["seconds"]["own"] for record in records]
-            print(update, workers, [f"{ratio:.2f}" for ratio in ratios], flush=True)
-    write("extraction-speed.json", result)
+    write("extraction-speed.json", result | {"runs": runs})
 
 
-def use_barrier(barrier: Any) -> None:
-    """Of the processes that start every part together."""
-    extract.barrier = barrier
-
-
-def extract(name: str, update: str, rank: int, rows: int = ROWS) -> list[dict[str, Any]]:
-    """One process: its extractions and own passes, as one record for each round."""
-    from icl_patch import scale
-
-    torch.set_num_threads(1)
+def extract(name: str, update: str, rank: str, rows: int = ROWS) -> Iterator[dict[str, Any]]:
+    """One process: its extractions and own passes, a record for each round."""
     model, tokenizer = load_model(name)
-    texts, records = texts_of(tokenizer, range(rank * rows, (rank + 1) * rows)), []
+    texts = texts_of(tokenizer, range(int(rank) * rows, (int(rank) + 1) * rows))
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as made:
             data, folder = Path(made, "rows.jsonl"), Path(made, "patches")
             data.write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
             with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
-                extract.barrier.wait()
                 start = time.perf_counter()
                 summary = scale.extract_dataset(patcher, data, folder)
                 seconds = {"all": time.perf_counter() - start}
             assert summary.rejected == 0
-            extract.barrier.wait()
             seconds["own"] = own_passes(model, tokenizer, texts, scale.PatchDataset(folder))
-            parts = {part: [*(folder / part).iterdir()] for part in ("shards", "index")}
-            sizes = {part: sum(x.stat().st_size for x in files) for part, files in parts.items()}
-            record = {"seconds": seconds, "patches": summary.patches, "peak_bytes": peak()}
-            records.append(record | {"bytes": sizes})
-    return records
+        yield {"seconds": seconds, "patches": summary.patches, "peak_bytes": peak()}
 
 
 def texts_of(tokenizer: Any, rows: range) -> list[dict[str, str]]:
@@ -291,15 +269,12 @@ def of_split(folder: str, family: str, split: str) -> list[dict[str, Any]]:
     return [attempt(offloaded, update) for update in UPDATES]
 
 
-def split_rank(folder: str, family: str, split: str) -> None:
-    """The measurements of one rank; the first one prints them."""
+def split_rank(folder: str, family: str, split: str) -> Iterator[dict[str, Any]]:
+    """The measurements of one rank."""
     option, count = RANKS[split]
     config = DistributedConfig(**{option: count})
     for update in UPDATES:
-        found = attempt(lambda: load(folder, family, distributed_config=config), update)
-        if os.environ["RANK"] == "0":
-            print(json.dumps(found), flush=True)
-    os._exit(0)
+        yield attempt(lambda: load(folder, family, distributed_config=config), update)
 
 
 def load(folder: str, family: str, **options: Any) -> Any:
@@ -320,16 +295,14 @@ def attempt(make: Callable[[], Any], update: str) -> dict[str, Any]:
 
 
 def replayed(model: Any, update: str) -> dict[str, Any]:
-    """The error of a replay, and a hash of factors and logits."""
+    """The error of a replay, and hashes of factors and logits."""
     ids = random_ids(2, 12, 90)
     with ContextPatcher(model, update, rank_timeout=30) as patcher:
         patch = patcher.compute(ids[:, :9], ids[:, 9:])
         logits = patcher.forward(patch.kept_ids, patch)
     error = (logits - patch.logits).abs().max() / patch.logits.abs().max()
-    digest = hashlib.sha256()
-    for x in [*(layer[name] for layer in patch.layers for name in sorted(layer)), logits]:
-        digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return {"error": float(error), "digest": digest.hexdigest()}
+    factors = [layer[name] for layer in patch.layers for name in sorted(layer)]
+    return {"error": float(error), "digest": [digest(x) for x in (*factors, logits)]}
 
 
 # -- split steps
@@ -356,46 +329,45 @@ def split_steps(folder: str) -> None:
     write("split-steps.json", data)
 
 
-def steps_rank(folder: str, split: str) -> None:
-    """The measurements of one rank; the first one prints them."""
+def steps_rank(folder: str, split: str) -> Iterator[dict[str, Any]]:
+    """The measurements of one rank."""
     config = DistributedConfig(**{split: PROCESSES})
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, distributed_config=config
     ).eval()
     ids, steps = random_ids(1, STEP_CONTEXT, 900), LENGTHS[1] - LENGTHS[0]
-    patcher = ContextPatcher(model, "stable", rank_timeout=60)
+    mask, patcher = torch.ones_like(ids), ContextPatcher(model, "stable", rank_timeout=60)
+    calls: dict[str, Callable[..., Any]] = {
+        "own": lambda **lengths: model.generate(ids, attention_mask=mask, **lengths),
+        "stable": lambda **lengths: list(patcher.generate(ids, **lengths)),
+    }
 
-    def run(name: str, new: int) -> None:
-        lengths: Any = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
-        if name == "stable":
-            list(patcher.generate(ids, **lengths))
-        else:
-            model.generate(ids, attention_mask=torch.ones_like(ids), **lengths)
-
-    def seconds(name: str, new: int) -> float:
+    def seconds(call: Callable[..., Any], new: int) -> float:
         start = time.perf_counter()
-        run(name, new)
+        call(min_new_tokens=new, max_new_tokens=new, do_sample=False)
         return time.perf_counter() - start
 
-    times: dict[str, list[float]] = {"own": [], "stable": []}
-    for number in range(STEP_ROUNDS + 1):
-        for name, found in times.items():
-            few, many = (seconds(name, new) for new in LENGTHS)
-            found += [(many - few) / steps] if number else []  # the first is to warm up
-    if os.environ["RANK"] == "0":
-        print(json.dumps({"seconds": times}), flush=True)
-    os._exit(0)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(STEP_ROUNDS + 1):
+        for name, call in calls.items():
+            few, many = (seconds(call, new) for new in LENGTHS)
+            times[name].append((many - few) / steps)
+    yield {"seconds": {name: found[1:] for name, found in times.items()}}  # the first is to warm up
 
 
 CALLS = (patches, memory, extraction, splits, split_steps)
-PARTS = (grown_by_patch, grown_by_steps, split_rank, steps_rank)
+PARTS = (grown_by_patch, grown_by_steps, extract, split_rank, steps_rank)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    calls = {call.__name__.replace("_", "-"): call for call in (*CALLS, *PARTS)}
-    if sys.argv[1:2] and sys.argv[1] in calls:
-        calls[sys.argv[1]](*sys.argv[2:])
-    else:
+    name, *arguments = sys.argv[1:] or [""]
+    calls: dict[str, Any] = {call.__name__.replace("_", "-"): call for call in (*CALLS, *PARTS)}
+    if name not in calls:
         sys.exit(__doc__)
+    for found in calls[name](*arguments) or ():
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(found), flush=True)
+    if "RANK" in os.environ:
+        os._exit(0)  # the other ranks may have ended before

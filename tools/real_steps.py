@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LogitsProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from icl_patch import ContextPatch, ContextPatcher, batch_invariant
 from icl_patch.bench.results import code_fingerprint, environment
@@ -153,18 +153,6 @@ def call(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache, **further: 
     ).logits
 
 
-class Follow(LogitsProcessor):
-    """Makes ``generate`` choose the tokens of a batch."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (B, V) of which the largest is the next token's."""
-        chosen = self.batch.tokens[:, ids.shape[1] - self.batch.ids.shape[1], None]
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
-
-
 def patches(
     patcher: ContextPatcher, way: str, batch: Batch
 ) -> Iterator[tuple[ContextPatch, slice]]:
@@ -173,11 +161,12 @@ def patches(
         masks = {"context_mask": batch.mask[:, :-1], "kept_mask": batch.kept_mask}
         yield patcher.compute(batch.ids[:, :-1], batch.current, **masks), slice(None)
         return
+    start = batch.ids.shape[1]
     steps = patcher.generate(
         batch.ids,
         context_mask=batch.mask,
         max_new_tokens=batch.tokens.shape[1],
-        logits_processor=[Follow(batch)],
+        prefix_allowed_tokens_fn=lambda row, ids: batch.tokens[row, len(ids) - start, None],
         mode="two_pass" if way == TWO_PASSES else "auto",
     )
     for column, step in enumerate(steps):

@@ -13,7 +13,7 @@ as soon as it is known, and a second call goes on with the types that are missin
 A cell is *right* if the replay without the context has the logits of the unmodified model with it,
 ``model(ids)`` on each row alone: in fp32 within ten times the model's own noise floor, in bf16 bit
 for bit the logits of the unmodified model that reads the context first and the kept tokens then.
-The noise floor is how much ``model(ids)`` changes with the batch and with the cache.
+The noise floor is how much ``model(ids)`` changes in a batch of two.
 """
 
 import argparse
@@ -149,17 +149,6 @@ def prepare(model: PreTrainedModel, dtype: torch.dtype, realistic: bool) -> tupl
 # -- cells
 
 
-@torch.no_grad()
-def cached(model: PreTrainedModel, ids: Tensor, head: int) -> Tensor:
-    """The logits after the first ``head`` tokens, which run in a call of their own before."""
-    name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
-    first = model(ids[:, :head], use_cache=True)
-    for key in ("past_key_values", "cache_params"):
-        if first.get(key) is not None:
-            name = key
-    return model(ids[:, head:], **{name: first[name]}, use_cache=True).logits
-
-
 def error_of(logits: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest logit."""
     return float((logits - expected).abs().max() / expected.abs().max())
@@ -204,13 +193,13 @@ def measure(
         return {"result": "right" if same else "wrong", "misses": misses, "error": error}
     with torch.no_grad():
         full = [model(row[None]).logits[0] for row in rows]
+        floor = error_of(model(rows[0].repeat(2, 1)).logits[0], full[0])
     spans = {column for span in scenario.absorbed or () for column in range(*span)}
     places = [
         [column for column in range(len(ids)) if column not in spans][-n:]
         for ids, n in zip(rows, lengths, strict=True)
     ]
     expected = torch.cat([row[place] for row, place in zip(full, places, strict=True)])
-    floor = noise_floor(model, rows, full, places[0][0])
     error = error_of(replayed, expected)
     limit = noise_limit(min(floor, 1e-3))
     cell = {"error": error, "floor": floor, "misses": misses}
@@ -221,18 +210,6 @@ def measure(
         own = Stock(model).logits(inputs)[kept_mask]
         cell |= {"own": error_of(own, expected), "error": error_of(replayed, own)}
     return {"result": "right" if cell["error"] <= limit else "wrong", **cell}
-
-
-@torch.no_grad()
-def noise_floor(model: PreTrainedModel, rows: list[Tensor], full: list[Tensor], head: int) -> float:
-    """How much the model differs from itself in a batch of two, and with its own cache."""
-    doubled = model(rows[0].repeat(2, 1)).logits[0]
-    floor = error_of(doubled, full[0])
-    try:
-        with_cache = cached(model, rows[0][None], head)[0]
-    except Exception:  # the class has no cache, or goes on from it in another way
-        return floor
-    return max(floor, error_of(with_cache, full[0][head:]))
 
 
 def cells_of(
