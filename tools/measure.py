@@ -168,7 +168,7 @@ def extraction(name: str) -> None:
         for workers in (1, 2):
             work = [("extract", name, update, str(rank)) for rank in range(workers)]
             with ThreadPoolExecutor() as pool:
-                records = sum(pool.map(lambda part: apart(*part), work), [])
+                records = [x for part in pool.map(lambda each: apart(*each), work) for x in part]
             runs.append({"update": update, "workers": workers, "records": records})
             ratios = [record["seconds"]["all"] / record["seconds"]["own"] for record in records]
             print(update, workers, [f"{ratio:.2f}" for ratio in ratios], flush=True)

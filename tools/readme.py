@@ -104,11 +104,6 @@ def speed() -> str:
     return _table(["a decode step", "batch 1", "batch 4"], rows)
 
 
-def _time(seconds: float, own: float) -> str:
-    """A time, and how many times as long as the model's own it is."""
-    return f"{seconds:.2f} s ({seconds / own:.2f}×)"
-
-
 def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
     """The medians of a pretrained model's cases on the EPYC, by case and call."""
     path = RESULTS / f"{benchmark}-amd-epyc.json"
@@ -139,30 +134,18 @@ def steps() -> str:
     return _table(["dtype", "context", "batch", "the model's own step", *ours], table)
 
 
-def whole_answers() -> str:
-    """A whole answer of a pretrained model, ``model.generate`` being 1."""
-    by_dtype = {DTYPES[case.split()[1]]: found for case, found in _seconds("answer").items()}
-    names = next(iter(by_dtype.values()))
-    rows = []
-    for name in names:
-        cells = [_time(found[name], found["model.generate"]) for found in by_dtype.values()]
-        rows.append([f"`{name}`" if "," not in name else f"`generate`,{name.partition(',')[2]}"])
-        rows[-1] += cells
-    return _table(["call", *by_dtype], rows)
-
-
-def passes() -> str:
-    """What comes before the second token of a pretrained model, its own pass being 1."""
-    by_name: dict[str, dict[str, dict[str, float]]] = {}
-    for case, found in _seconds("passes").items():
-        _, dtype, name = case.split(" ", 2)
-        by_name.setdefault(name, {})[DTYPES[dtype]] = found
-    rows = []
-    for name, by_dtype in by_name.items():
-        for call in next(iter(by_dtype.values())):
-            own_first = [(found[call], next(iter(found.values()))) for found in by_dtype.values()]
-            rows.append([name, call, *(_time(*pair) for pair in own_first)])
-    return _table(["", "call", *next(iter(by_name.values()))], rows)
+def timed(benchmark: str) -> str:
+    """A pretrained model's cases and calls: seconds, and how many times a case's first call."""
+    table: dict[tuple[str, ...], list[str]] = {}
+    for case, found in _seconds(benchmark).items():
+        _, _, *name = case.split(" ", 2)
+        own = next(iter(found.values()))
+        for call, seconds in found.items():
+            marked = re.sub(r"^(model\.generate|generate|ask|forward|compute)\b", r"`\1`", call)
+            cell = f"{seconds:.2f} s ({seconds / own:.2f}×)"
+            table.setdefault((*name, marked), []).append(cell)
+    columns = ["case", "call"][-len(next(iter(table))) :]
+    return _table([*columns, *DTYPES.values()], [[*key, *cells] for key, cells in table.items()])
 
 
 def peaks() -> str:
@@ -237,8 +220,8 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "docs/performance.md": {
         "speed": speed,
         "steps": steps,
-        "answers": whole_answers,
-        "passes": passes,
+        "answers": lambda: timed("answer"),
+        "passes": lambda: timed("passes"),
         "peaks": peaks,
         "memory": memory,
     },

@@ -18,6 +18,7 @@ The noise floor is how much ``model(ids)`` changes in a batch of two.
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing
 import re
@@ -37,7 +38,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from icl_patch import ContextPatcher
-from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomised, with_attention
 from icl_patch.models.model_checks import check_language_model
 from icl_patch.tolerances import noise_limit
@@ -218,22 +219,24 @@ def cells_of(
     """All cells of a type."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    models: dict[torch.dtype, tuple[PreTrainedModel, tuple[int, ...]]] = {}
+
+    @functools.cache
+    def prepared(dtype: torch.dtype) -> tuple[PreTrainedModel, tuple[int, ...]]:
+        model = build(model_type, changes)
+        check_language_model(model)
+        with torch.no_grad():
+            model(torch.tensor([[3, 4, 5]]))
+        return model, prepare(model, dtype, realistic)
+
     for name, scenario in (SCENARIOS | (HALF if realistic else {})).items():
         for update in UPDATES if scenario.dtype is torch.float32 else ("exact",):
             cell: dict[str, Any] = {"scenario": name, "update": update}
             try:
-                if scenario.dtype not in models:
-                    model = build(model_type, changes)
-                    check_language_model(model)
-                    with torch.no_grad():
-                        model(torch.tensor([[3, 4, 5]]))
-                    models[scenario.dtype] = model, prepare(model, scenario.dtype, realistic)
+                model, first = prepared(scenario.dtype)
             except Exception as error:
                 yield cell | failure(error, "not built")
                 return
             try:
-                model, first = models[scenario.dtype]
                 yield cell | measure(model, update, scenario, first)
             except Exception as error:
                 yield cell | failure(error, "crashed")
@@ -243,8 +246,6 @@ def failure(error: Exception, unexpected: str) -> dict[str, str]:
     """The result and the text of an error; ``unexpected`` is the result of one that is no
     refusal.
     """
-    if isinstance(error, ControllabilityError):
-        return {"result": "uncontrollable", "text": str(error)[:500]}
     if isinstance(error, UnsupportedModelError) or (
         unexpected == "crashed" and isinstance(error, ValueError)
     ):
@@ -291,7 +292,7 @@ def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
     text = next(
         (cell["text"] for cell in cells if cell["result"] != "right" and "text" in cell), ""
     )
-    worst = ("crashed", "wrong", "not finished", "refused", "not built", "uncontrollable")
+    worst = ("crashed", "wrong", "not finished", "refused", "not built")
     if results["right"]:
         found = next((name for name in worst[:2] if results[name]), "right")
         if found != "right":

