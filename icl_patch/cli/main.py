@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _commands().items():
         subparser = subparsers.add_parser(
-            name, help=command.HELP, description=command.HELP.capitalize() + "."
+            name, help=command.HELP, description=f"{command.HELP[0].upper()}{command.HELP[1:]}."
         )
         common.add_json(subparser)
         command.add_arguments(subparser)
