@@ -5,8 +5,9 @@
     build/python tools/sweep.py --realistic     # with the features of trained weights
 
 Every type runs in a process of its own with a time limit. A cell is one update on one scenario of
-one type. It is written to ``docs/model_classes.jsonl``, or ``docs/model_classes_realistic.jsonl``,
-as soon as it is known, and a second call goes on with the types that are missing.
+one type. The cells of a type are written to ``docs/model_classes.jsonl``, or
+``docs/model_classes_realistic.jsonl``, as soon as they are known, and a second call goes on with
+the types that are missing.
 ``docs/model_classes.md`` is written at the end, from both files. gemma3n needs ``timm``, and is
 "not built" without it.
 
@@ -17,13 +18,13 @@ The noise floor is how much ``model(ids)`` changes in a batch of two.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import multiprocessing
 import re
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -256,16 +257,30 @@ def failure(error: Exception, unexpected: str) -> dict[str, str]:
 # -- processes
 
 
-def run(key: dict[str, str], changes: dict[str, Any], out: Path, realistic: bool) -> None:
-    """In a process of its own: write the cells of a type as they are made."""
-    torch.set_num_threads(1)
-    start = time.monotonic()
-    with out.open("a") as file:
-        for cell in cells_of(key["type"], changes, realistic):
-            short = {k: float(f"{v:.1e}") if isinstance(v, float) else v for k, v in cell.items()}
-            file.write(json.dumps({**key, **short}) + "\n")
-            file.flush()
-        file.write(json.dumps({**key, "seconds": round(time.monotonic() - start, 1)}) + "\n")
+def run_apart(
+    key: dict[str, str], changes: dict[str, Any], realistic: bool
+) -> list[dict[str, Any]]:
+    """The cells of a type, from a process of its own."""
+    context = multiprocessing.get_context("fork")
+    found, made = context.Pipe(duplex=False)
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        made.send(list(cells_of(key["type"], changes, realistic)))
+
+    process = context.Process(target=run)
+    process.start()
+    made.close()
+    cells = [{"scenario": "", "update": "", "result": "not finished"}]
+    with contextlib.suppress(EOFError):  # it has crashed
+        if found.poll(LIMIT):
+            cells = found.recv()
+    process.kill()
+    process.join()
+    return [
+        key | {k: float(f"{v:.1e}") if isinstance(v, float) else v for k, v in cell.items()}
+        for cell in cells
+    ]
 
 
 def jobs() -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
@@ -282,7 +297,7 @@ def jobs() -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The cells of a file, with a line of its seconds behind those of each type."""
+    """The cells of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -306,8 +321,7 @@ def by_job(cells: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, 
     """The cells of each type and variant, in the order of :func:`jobs`."""
     found = {(key["type"], key["variant"]): [] for key, _ in jobs()}
     for cell in cells:
-        if "result" in cell:
-            found[cell["type"], cell["variant"]].append(cell)
+        found[cell["type"], cell["variant"]].append(cell)
     return {job: cells for job, cells in found.items() if cells}
 
 
@@ -383,31 +397,15 @@ def main() -> None:
     options = parser.parse_args()
     out = REALISTIC_CELLS if options.realistic else CELLS
     cells = [cell for cell in read(out) if cell["type"] not in options.types]
-    done = {(cell["type"], cell["variant"]) for cell in cells if "seconds" in cell}
-    cells = [cell for cell in cells if (cell["type"], cell["variant"]) in done]
-    out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    done = {(cell["type"], cell["variant"]) for cell in cells}
     for key, changes in jobs():
         chosen = not options.types or key["type"] in options.types
         if chosen and (key["type"], key["variant"]) not in done:
-            run_apart(key, changes, out, options.realistic)
+            own = run_apart(key, changes, options.realistic)
+            cells += own
+            out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+            print(*key.values(), *verdict(own), flush=True)
     PAGE.write_text(page(read(CELLS), read(REALISTIC_CELLS)))
-
-
-def run_apart(key: dict[str, str], changes: dict[str, Any], out: Path, realistic: bool) -> None:
-    """:func:`run` in a process of its own, for a limited time."""
-    process = multiprocessing.get_context("fork").Process(
-        target=run, args=(key, changes, out, realistic)
-    )
-    process.start()
-    process.join(LIMIT)
-    if process.is_alive() or process.exitcode:
-        process.kill()
-        process.join()
-        cell = {**key, "scenario": "", "update": "", "result": "not finished"}
-        with out.open("a") as file:
-            file.write(json.dumps(cell) + "\n" + json.dumps({**key, "seconds": LIMIT}) + "\n")
-    mine = [cell for cell in read(out) if {**cell, **key} == cell and "result" in cell]
-    print(*key.values(), *verdict(mine), flush=True)
 
 
 if __name__ == "__main__":
