@@ -48,8 +48,8 @@ def write(name: str, data: Any) -> None:
 
 def apart(*arguments: str, ranks: int = 0) -> list[Any]:
     """What one of PARTS yields in a process of its own, or on the first of several ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, "-P", *(launcher if ranks else []), __file__, *arguments]
+    launcher = ["-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(launcher if ranks else []), __file__, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
