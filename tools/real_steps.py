@@ -229,11 +229,12 @@ def measure(folder: Path, dtype: str, cases: list[Case], done: set[Any]) -> Iter
         for number, case in enumerate(cases):
             if case.context + case.steps > position_limit(plain):
                 print(f"left out, beyond the model's positions: {case}", file=sys.stderr)
-            elif (dtype, *case) not in done:
+            elif missing := [way for way in WAYS if (dtype, way, *case) not in done]:
                 batch = batch_of(case, number, tokenizer)
                 expected = references(plain, batch)
-                counts = {way: count(patcher, way, batch, expected[way]) for way in WAYS}
-                yield {"dtype": dtype, "case": case, "ways": counts}
+                for way in missing:
+                    about = {"dtype": dtype, "way": way, "case": case}
+                    yield about | count(patcher, way, batch, expected[way])
 
 
 def failures(counts: list[dict[str, Any]], least: int) -> list[str]:
@@ -268,19 +269,14 @@ def main(arguments: list[str] | None = None) -> int:
     PARTS.mkdir(parents=True, exist_ok=True)
     kept = PARTS / f"{folder.name}-{code_fingerprint()}{'-short' * options.short}.jsonl"
     kept.touch()
-    records = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
-    done = {(record["dtype"], *record["case"]) for record in records}
+    counts = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+    done = {(each["dtype"], each["way"], *each["case"]) for each in counts}
     with kept.open("a", encoding="utf-8") as file:
         for dtype in DTYPES:
-            for record in measure(folder, dtype, cases, done):
-                records.append(record)
-                print(json.dumps(record), file=file, flush=True)
-                print(dtype, record["case"], file=sys.stderr, flush=True)
-    counts = [
-        {"dtype": record["dtype"], "way": way, "rows": record["case"][1], **found}
-        for record in records
-        for way, found in record["ways"].items()
-    ]
+            for each in measure(folder, dtype, cases, done):
+                counts.append(each)
+                print(json.dumps(each), file=file, flush=True)
+                print(dtype, each["way"], each["case"], file=sys.stderr, flush=True)
     tokens, identical = (sum(each[name] for each in counts) for name in ("tokens", "identical"))
     print(f"{identical:,} of {tokens:,} replayed tokens have all bits")
     if options.out is not None:
