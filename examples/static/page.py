@@ -117,15 +117,15 @@ def over_tasks(entries: Sequence[Entry], number: Number) -> float:
     return mean(mean(values) for values in by_task(entries, number).values())
 
 
-def shown(entries: Sequence[Entry], number: Number, form: str = "{:.0f}") -> str:
+def shown(entries: Sequence[Entry], number: Number) -> str:
     """The mean over the tasks, with the range over the seeds if it is one task's."""
     if not entries:
         return "–"
-    text = form.format(over_tasks(entries, number))
-    ((values), *others) = by_task(entries, number).values()
+    text = f"{over_tasks(entries, number):.0f}"
+    values, *others = by_task(entries, number).values()
     if others or len(values) == 1:
         return text
-    return f"{text} [{form.format(min(values))}–{form.format(max(values))}]"
+    return f"{text} [{min(values):.0f}–{max(values):.0f}]"
 
 
 def percent(group: str, name: str) -> Number:
@@ -226,10 +226,10 @@ def draw(entries: Sequence[Entry], path: Path) -> None:
         x = over_tasks(group, lambda e: e["cpu_seconds"])
         axis.plot([x], [y], marker, color=colour, markersize=11, label=method)
     alone = [e for e in of(entries, method="no context") if e["task"] in done]
-    for level, name in ((100.0, "with the context"), (None, "without it")):
-        if level is None and not alone:
-            continue
-        value = level or over_tasks(alone, lambda e: 100 * right(e) / done[e["task"]])
+    levels = {"with the context": 100.0}
+    if alone:
+        levels["without it"] = over_tasks(alone, lambda e: 100 * right(e) / done[e["task"]])
+    for name, value in levels.items():
         axis.axhline(value, color="0.5", linestyle="--", linewidth=1)
         axis.annotate(
             name, (0.01, value), xycoords=("axes fraction", "data"), va="bottom", color="0.4"
@@ -248,13 +248,11 @@ def draw(entries: Sequence[Entry], path: Path) -> None:
 
 def complete(entries: Sequence[Entry]) -> list[Entry]:
     """The entries of the tasks on which all methods of their kind have been run."""
-    methods: dict[str, set[str]] = {}
-    for e in entries:
-        methods.setdefault(e["kind"], set()).add(e["method"])
-    of_task: dict[str, set[str]] = {}
-    for e in entries:
-        of_task.setdefault(e["task"], set()).add(e["method"])
-    return [e for e in entries if of_task[e["task"]] == methods[e["kind"]]]
+
+    def methods(**of_them: Any) -> set[str]:
+        return {e["method"] for e in of(entries, **of_them)}
+
+    return [e for e in entries if methods(task=e["task"]) == methods(kind=e["kind"])]
 
 
 def page(entries: Sequence[Entry]) -> str:
