@@ -6,12 +6,12 @@ matrix that writes to the residual stream is. So a reader's u and the writer's v
 rank, and everything else is the same on all.
 """
 
+import re
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.block_spec import Block
@@ -30,7 +30,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
 def style_of(model: PreTrainedModel, path: str) -> str | None:
     """How transformers' plan shares the module at a path; None for a module that all ranks have."""
     plan: dict[str, str] = model.tp_plan or {}
-    return plan.get(replace_layer_number_by_wildcard(path))
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))  # the plan's names have * for a number
 
 
 def check_styles(model: PreTrainedModel, block: Block) -> None:
