@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from icl_patch.checks import check_floating
+from icl_patch.checks import check_floating, check_read_direction
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import Op
 
@@ -64,7 +64,7 @@ def _reference(rows: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
 
 _read_direction = Op(
     "read_direction",
-    lambda *_: None,  # it is checked
+    check_read_direction,
     _reference,
     native_fp64=True,
     triton_if=lambda rows, wide: not wide and rows.shape[-1] > 0,

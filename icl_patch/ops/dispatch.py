@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from icl_patch.checks import is_transformed
+from icl_patch.checks import Arguments, is_transformed
 from icl_patch.ops import native
 
 backend = os.environ.get("ICL_PATCH_OPS") or "auto"
@@ -79,13 +79,10 @@ def _native_serves(args: tuple[Any, ...], fp64: bool) -> bool:
     """Whether the native library's CPU ops serve these arguments: they have no derivatives, and
     most of them compute in fp32.
     """
-    first = args[0]
-    if not (first.is_cpu or first.is_meta) or not (fp64 or _is_narrow(args)):
-        return False
-    for x in args:  # torch would send a mixed call to the device of one of them
-        if isinstance(x, Tensor) and x.device != first.device:
-            return False
-    return not wants_gradients(args) and native_serves("cpu")
+    here = args[0].is_cpu or args[0].is_meta
+    return (
+        here and (fp64 or _is_narrow(args)) and not wants_gradients(args) and native_serves("cpu")
+    )
 
 
 def native_serves(device_type: str) -> bool:
@@ -122,7 +119,7 @@ class Op:
     """
 
     name: str
-    check: Callable[..., None]
+    check: Arguments
     reference: Callable[..., Any]
     native_if: Callable[..., bool] | None = None
     native_fp64: bool = False
@@ -131,8 +128,7 @@ class Op:
     _native: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        packet = getattr(torch.ops.icl_patch, self.name, None) if native.is_loaded else None
-        object.__setattr__(self, "_native", packet and packet.default)
+        object.__setattr__(self, "_native", native.op(self.name, self.check.results))
 
     def native_first(self, *args: Any, **options: Any) -> Any:
         """In eager inference on the CPU, the native op before any look at the arguments; then

@@ -259,7 +259,7 @@ _patched_linear = Op(
 )
 _record_linear = Op(
     "record_linear",
-    lambda z_pair, weight, v, bias, **_: check_record_linear(z_pair, weight, bias, v),
+    check_record_linear,
     _reference_record_linear,
     native_if=_is_native_gemv,
     triton_if=lambda *_, direction, path: direction.coeff is not None,

@@ -65,7 +65,7 @@ def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tenso
 
 def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor) -> None:
     check_served(z_pair, weight, bias, coeff)
-    check_record_linear(z_pair, weight, bias)
+    check_record_linear(z_pair, weight, bias=bias)
     rows = z_pair.shape[0] // 2
     good = coeff.shape == (rows, 1) and coeff.dtype == torch.float32 and coeff.is_contiguous()
     if not (good and coeff.device == z_pair.device):
