@@ -62,9 +62,9 @@ class Arguments:
             the op's arguments. A letter of a shape stands for one size in all tensors. The kind is
             ``integers``, ``bools``, or the dtype of the first tensor; any float without one.
         rule: a further check, of all sizes by their letters and the arguments by name.
-        results: ``"SHAPE, DTYPE"`` for each of the native op's results. The dtype is one of torch's,
-            ``out_dtype``, or names of arguments: fp64 if one of them is, or is True, else fp32; that
-            of the first argument without one.
+        results: ``"SHAPE, DTYPE"`` for each of the native op's results. The dtype is one of
+            torch's, ``out_dtype``, or names of arguments: fp64 if one of them is, or is True, else
+            fp32; that of the first argument without one.
 
     None is no argument. Raises TypeError for a dtype and ValueError for anything else.
     """
@@ -85,7 +85,7 @@ class Arguments:
         """
         sizes: dict[str, int] = {}
         given = dict.fromkeys(self._row) | dict(zip(self._row, args, strict=False)) | options
-        first = next(iter(given.values()))
+        first: Any = next(iter(given.values()))
         for name, (shapes, kind) in self._row.items():
             x = given[name]
             if isinstance(x, Tensor):
@@ -236,9 +236,7 @@ check_expert_linear = Arguments(
     results=("M k N, out_dtype",),
 )
 check_read_direction = Arguments("z: M K", "wide", results=("M K, wide", "M, wide"))
-check_rms_norm = Arguments(
-    "x: M d", "scale: M d or d", "eps", rule=_check_rows, results=("M d",)
-)
+check_rms_norm = Arguments("x: M d", "scale: M d or d", "eps", rule=_check_rows, results=("M d",))
 check_norm_pair = Arguments(
     "hidden: 2M d",
     "weight: d",
