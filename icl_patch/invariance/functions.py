@@ -189,18 +189,17 @@ def _unless_one_token(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Any,
     ) -> Tensor:
         y = None
         if query.dim() == 4 and not is_causal:
-            y = one_token_attention(query, key, value, attn_mask, dropout_p, scale)
+            y = one_token_attention(
+                query, key, value, attn_mask, dropout_p, options.get("scale")
+            )
         if y is not None:
             return y
-        return otherwise(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        run = F.scaled_dot_product_attention if dropout_p else otherwise
+        return run(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     return attention
 
@@ -216,11 +215,11 @@ def _attention_by_row(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    dropout: float,
+    _dropout: float,
     is_causal: bool,
     *,
-    scale: float | None,
-    enable_gqa: bool,
+    scale: float | None = None,
+    **_: Any,
 ) -> Tensor:
     """``scaled_dot_product_attention``, row by row over the keys between the first and the last
     that the row sees.
@@ -241,19 +240,14 @@ def _attention_by_row(
         else:
             key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     if mask is None:
-        out = _attend(query, key, value, None, dropout, is_causal, scale)
+        out = _attend(query, key, value, None, is_causal, scale)
     else:
-        out = _attend_by_row(query, key, value, mask, dropout, scale)
+        out = _attend_by_row(query, key, value, mask, scale)
     return out.reshape(len(query), heads, tokens, value.shape[-1])
 
 
 def _attend_by_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    dropout: float,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
     if mask.dtype != torch.bool or mask.shape[1] != 1:
         raise UnsupportedModelError(
@@ -276,7 +270,6 @@ def _attend_by_row(
             key[part, :, start:stop],
             value[part, :, start:stop],
             None if is_causal else form,
-            dropout,
             is_causal,
             scale,
         )
@@ -295,7 +288,6 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    dropout: float,
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
@@ -303,7 +295,7 @@ def _attend(
     torch.set_num_threads(1)
     try:
         return F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, is_causal, scale=scale
+            query, key, value, mask, is_causal=is_causal, scale=scale
         )
     finally:
         torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from icl_patch.checks import FLOATS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.experts import (
@@ -34,8 +35,6 @@ _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "
 # The endings of attribute names with which a block, or its MLP, scales its addition to the residual
 # stream.
 _FACTORS = ("multiplier", "scale", "factor")
-# Of experts' matrices that are not quantised.
-_EXPERT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -168,7 +167,7 @@ class _Reading:
             if not (call in self.experts or "experts" in type(module).__name__.lower()):
                 continue
             for name, tensor in _own_tensors(module):
-                plain = type(tensor) in (nn.Parameter, Tensor) and tensor.dtype in _EXPERT_DTYPES
+                plain = type(tensor) in (nn.Parameter, Tensor) and tensor.dtype in FLOATS
                 if tensor.dim() >= 3 and not plain:
                     raise self._refuse(
                         f"{call.path}.{name} is quantised ({type(tensor).__name__},"

@@ -51,7 +51,7 @@ def read_direction(
         v, inverse = reference.read_direction(rows, dtype)
         direction = Direction(v, inverse, (rows.to(dtype) * v).sum(-1, keepdim=True))
     else:
-        direction = Direction(*_read_direction.native_first(rows, dtype == torch.float64))
+        direction = Direction(*_read_direction(rows, dtype == torch.float64))
     if len(shape) == 2:
         return direction
     v, inverse, coeff = direction
