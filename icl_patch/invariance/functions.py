@@ -48,10 +48,6 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
     return linear(input, other.mT) if shared else torch.matmul(input, other)
 
 
-def _mm(input: Tensor, mat2: Tensor) -> Tensor:
-    return _matmul(input, mat2)
-
-
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
     """``x_i W_e`` for the rows i of expert e, which end before ``offs[e]``.
 
@@ -90,13 +86,8 @@ _PRODUCTS: Replacements = {
     F.linear: linear,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
-    **{
-        getattr(holder, name): _grouped_mm
-        for holder, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
-        if hasattr(holder, name)
-    },
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    **dict.fromkeys((F.grouped_mm, torch._grouped_mm), _grouped_mm),
 }
 
 
@@ -134,17 +125,12 @@ def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return torch.where(scaled > threshold, x, smooth)
 
 
-def _mish(x: Tensor) -> Tensor:
-    return x * torch.tanh(_softplus(x))
-
-
 _ACTIVATIONS: Replacements = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), _in_fp32(_sigmoid)),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _in_fp32(torch.rsqrt)),
     F.silu: _in_fp32(_silu),
     F.gelu: _in_fp32(_gelu),
     F.softplus: _in_fp32(_softplus),
-    F.mish: _in_fp32(_mish),
 }
 
 
@@ -193,9 +179,7 @@ def _unless_one_token(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]
     ) -> Tensor:
         y = None
         if query.dim() == 4 and not is_causal:
-            y = one_token_attention(
-                query, key, value, attn_mask, dropout_p, options.get("scale")
-            )
+            y = one_token_attention(query, key, value, attn_mask, dropout_p, options.get("scale"))
         if y is not None:
             return y
         run = F.scaled_dot_product_attention if dropout_p else otherwise

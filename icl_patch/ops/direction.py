@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from icl_patch.checks import check_floating, check_read_direction
+from icl_patch.checks import check_read_direction
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import Op
 
@@ -42,7 +42,6 @@ def read_direction(
     shape = z.shape
     if not shape:
         raise ValueError("expected z (..., K), got a tensor without dimensions")
-    check_floating("z", z)
     dtype = dtype or reference.accumulation_dtype(z)
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"expected dtype torch.float32 or torch.float64, got {dtype}")

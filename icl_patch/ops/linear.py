@@ -222,7 +222,7 @@ def _reference_patched_linear(
         plain = patched_linear(z, weight, bias=bias, out_dtype=torch.float32, path=path)
     else:
         plain = F.linear(z, weight, bias)
-    if u is None:
+    if u is None or v is None:
         return plain.to(out_dtype)
     return add_low_rank(plain, z, u, v, index=index, out_dtype=out_dtype)
 

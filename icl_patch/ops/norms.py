@@ -86,9 +86,7 @@ def norm_pair(
 
     Source: Goldwaser et al. (2025), Lemma 6 and Theorem 1.
     """
-    z_pair, delta, *direction = _norm_pair(
-        hidden, weight, eps, scale_offset, cast_first
-    )
+    z_pair, delta, *direction = _norm_pair(hidden, weight, eps, scale_offset, cast_first)
     return NormPair(z_pair, delta, Direction(*direction))
 
 

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from icl_patch import kernels
-from icl_patch.kernels import Config, compilation
-from icl_patch.kernels.ops.linear import plan_linear
+from icl_patch.kernels import compilation
+from icl_patch.kernels.ops.linear import plan_linear, product_path
 from icl_patch.kernels.runtime import config, launching
-from icl_patch.kernels.runtime.config import DTYPES, PATHS, TunedConfig, config_for
+from icl_patch.kernels.runtime.config import DTYPES, PATHS, Config, config_for, data_files
 
 TESTS = Path(__file__).parents[1]
 CHECKS = [TESTS / "support" / name for name in ("kernel_checks.py", "interpreter_checks.py")]
@@ -68,7 +68,7 @@ def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> N
     type; the interpreter knows neither.
     """
     rows, n, k = sizes
-    chosen = config_for("", dtype, 8, kernels.product_path(rows))
+    chosen = config_for("", dtype, 8, product_path(rows))
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -179,7 +179,7 @@ def test_an_early_launch_waits_before_it_reads(variant: str) -> None:
 
 
 def test_every_shape_has_a_configuration() -> None:
-    for file in config.data_files():
+    for file in data_files():
         for dtype in DTYPES:
             for path in PATHS:
                 for n in (1, 640, 5376, 262144, 10**7):
@@ -206,10 +206,11 @@ def test_a_gpu_never_seen_gets_the_default() -> None:
 
 
 def test_an_entry_serves_up_to_its_number_of_outputs() -> None:
-    config = Config(True, 16, 16, 64, 4, 2)
-    some, others = (TunedConfig("gemv", "bfloat16", n, config) for n in (100, None))
-    assert [some.covers("gemv", "bfloat16", n) for n in (100, 101)] == [True, False]
-    assert others.covers("gemv", "bfloat16", 101) and not others.covers("gemm", "bfloat16", 1)
+    first, second, *_ = data_files()["untuned"]
+    assert (first.max_n, first.dtype, second.dtype) == (1728, "bfloat16", "bfloat16")
+    found = [config_for("", torch.bfloat16, n, "gemv") for n in (1, 1728, 1729)]
+    assert found == [first.config, first.config, second.config]
+    assert config_for("", torch.bfloat16, 1, "gemm").block_m == 64
 
 
 # The second call of an op goes to its compiled kernel

@@ -14,7 +14,7 @@ from support.backend_checks import check_backend
 from support.guard_pages import status_of_child
 
 from icl_patch.bench import tuning
-from icl_patch.kernels import Config
+from icl_patch.kernels.runtime.config import Config
 
 interpreter.prepare()
 

@@ -181,9 +181,6 @@ def _plan(
     path: str | None,
     config: Config | None = None,
 ) -> Callable[..., Tensor]:
-    if u is not None and not len(u):  # an empty pool: no row has a patch
-        plain = _plan(z, weight, None, None, bias, None, out_dtype, path, config)
-        return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
     if u is not None and v is not None and u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
     config = config or config_for(
