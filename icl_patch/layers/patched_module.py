@@ -8,7 +8,6 @@ It is off (the base module, bit for bit), records (a recorder computes the facto
 input and applies them) or replays (the factors that were set are applied).
 """
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -169,14 +168,9 @@ class PatchedModule(nn.Module):
         """The base module's arguments -> its output."""
         if self.instead is None and self.observer is None:
             return self.base_layer(*args, **kwargs)
-        attachment = self.attachment
-        waits = (
-            attachment is not None
-            and not torch.compiler.is_compiling()  # torch.compile traces no locks
-            and attachment.thread != threading.get_ident()
-        )
-        # the pass of another thread ends first
-        with attachment.lock if attachment is not None and waits else nullcontext():
+        attachment, compiling = self.attachment, torch.compiler.is_compiling()
+        # the pass of another thread ends first; torch.compile traces no locks
+        with nullcontext() if attachment is None or compiling else attachment.lock:
             if self._aligned:
                 return run_aligned(self.base_layer, self._run, args, kwargs)
             return self._run(*args, **kwargs)

@@ -144,8 +144,3 @@ class Block:
     def path_of(self, part: str) -> str:
         """The path in the model of a part of the block."""
         return f"{self.path}.{part}" if part else self.path
-
-    def differences(self, other: "Block") -> list[str]:
-        """The names of the fields of the spec that differ."""
-        own, others = asdict(self.spec), asdict(other.spec)
-        return [name for name in own if own[name] != others[name]]
