@@ -19,21 +19,6 @@ import torch
 _LIBRARY = Path(__file__).with_name("_native.so")
 
 
-_OPS = (
-    "invert_rmsnorm",
-    "stable_scale",
-    "patched_linear",
-    "record_linear",
-    "add_low_rank",
-    "expert_linear",
-    "read_direction",
-    "rms_norm",
-    "norm_pair",
-    "gated_product",
-    "decode_attention",
-)
-
-
 def _load() -> str | None:
     """Load the library: None, or the reason why there is none."""
     if not _LIBRARY.exists():
@@ -46,18 +31,10 @@ def _load() -> str | None:
         torch.ops.load_library(str(_LIBRARY))
     except OSError as error:
         return f"it does not load: {error}"
-    missing = [name for name in _OPS if not hasattr(torch.ops.icl_patch, name)]
-    return (
-        f"it was built from other sources, without {', '.join(missing)}: install again"
-        if missing
-        else None
-    )
+    return None
 
 
 _lacking = _load()
-
-is_loaded = _lacking is None
-"""Whether there is a library; :func:`serves` says for which devices."""
 
 
 def _text(name: str) -> str:
@@ -127,5 +104,7 @@ def op(name: str, results: Callable[..., Any]) -> Any:
     """An op of the library; None without it. ``results`` gives empty tensors like the op's."""
     if _lacking is not None:
         return None
+    if not hasattr(torch.ops.icl_patch, name):
+        raise ImportError(f"{_LIBRARY} was built from other sources, without {name}: install again")
     torch.library.register_fake(f"icl_patch::{name}", results)
     return getattr(torch.ops.icl_patch, name).default

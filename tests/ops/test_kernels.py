@@ -22,7 +22,7 @@ from icl_patch import kernels
 from icl_patch.kernels import compilation
 from icl_patch.kernels.ops.linear import plan_linear, product_path
 from icl_patch.kernels.runtime import config, launching
-from icl_patch.kernels.runtime.config import DTYPES, PATHS, Config, config_for, data_files
+from icl_patch.kernels.runtime.config import DTYPES, GEMM, GEMV, Config, config_for, data_files
 
 TESTS = Path(__file__).parents[1]
 CHECKS = [TESTS / "support" / name for name in ("kernel_checks.py", "interpreter_checks.py")]
@@ -76,10 +76,8 @@ def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> N
     z, w, bias = empty(rows, k, dtype=dtype), empty(n, k, dtype=dtype), empty(n, dtype=dtype)
     u, v, index = empty(4, 2, n), empty(4, 2, k, dtype=dtype), empty(rows, dtype=torch.int32)
     planned = [
-        plan_linear(z, w, u, v, bias, index, dtype, chosen),
-        plan_linear(
-            empty(2 * rows, k, dtype=dtype), w, None, None, None, None, dtype, chosen, record=True
-        ),
+        plan_linear(z, w, dtype, chosen, u, v, bias, index),
+        plan_linear(empty(2 * rows, k, dtype=dtype), w, dtype, chosen, record=True),
     ]
     for launch in planned:
         assert compilation.compile_ahead(launch, 90).asm["cubin"]
@@ -181,7 +179,7 @@ def test_an_early_launch_waits_before_it_reads(variant: str) -> None:
 def test_every_shape_has_a_configuration() -> None:
     for file in data_files():
         for dtype in DTYPES:
-            for path in PATHS:
+            for path in (GEMV, GEMM):
                 for n in (1, 640, 5376, 262144, 10**7):
                     found = config_for(file, dtype, n, path)
                     assert found.block_m >= (1 if path == "gemv" else 16)

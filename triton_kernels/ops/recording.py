@@ -47,9 +47,8 @@ def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tenso
         pair = alike[i : i + 2].count(alike[i]) == 2
         (weight, bias), second = maps[i], maps[i + 1][0] if pair else None
         launch = plan_linear(
-            z_pair, weight, None, None, bias, None, z_pair.dtype, configs[i], record=True,
-            second=second,
-        )  # fmt: skip
+            z_pair, weight, z_pair.dtype, configs[i], bias=bias, record=True, second=second
+        )
         runs.append((slice(2 * i, 2 * (i + 1 + pair)), launch))
         i += 1 + pair
 

@@ -13,7 +13,6 @@ from importlib.resources import files
 import torch
 
 GEMV, GEMM = "gemv", "gemm"
-PATHS = (GEMV, GEMM)
 GEMV_ROWS = 16
 """The path ``gemv`` serves up to so many rows, and reads the weight once for all of them;
 ``gemm`` serves more.

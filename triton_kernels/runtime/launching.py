@@ -154,8 +154,8 @@ def power_of_two(n: int) -> int:
 def needs_op(*tensors: Tensor | None) -> bool:
     """Whether a call must go through torch's dispatcher.
 
-    True under torch.compile and other tracers, on fake tensors, for gradients, and for tensors with
-    a pending negation.
+    True under torch.compile and other tracers, on fake tensors, and for tensors with a pending
+    negation.
     """
     if (
         torch.compiler.is_compiling()
@@ -163,15 +163,10 @@ def needs_op(*tensors: Tensor | None) -> bool:
         or torch._C._is_tracing()
     ):
         return True
-    gradients = torch.is_grad_enabled()
     for x in tensors:  # not any(): this runs before every launch of a decode step
         if x is None:
             continue
-        if (
-            type(x) not in (Tensor, torch.nn.Parameter)
-            or (gradients and x.requires_grad)
-            or x.is_neg()
-        ):
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg():
             return True
     return False
 
