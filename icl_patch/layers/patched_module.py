@@ -20,14 +20,10 @@ from icl_patch.layers.attachment import Attachment
 from icl_patch.layers.device_hooks import is_aligned, run_aligned
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether the module has hooks on its forward or its gradients, or there are global hooks."""
-    return _has_hooks(module) or bool(_global_forward_hooks or _global_forward_pre_hooks)
-
-
 def untouched(module: nn.Module) -> bool:
-    """Whether nobody has hooked the module or put another forward there."""
-    return "forward" not in vars(module) and not is_hooked(module)
+    """Whether nobody has hooked the module, or all modules, or put another forward there."""
+    hooked = _has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks
+    return "forward" not in vars(module) and not hooked
 
 
 def _has_hooks(module: nn.Module) -> bool:

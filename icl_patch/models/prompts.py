@@ -166,13 +166,12 @@ def _end_of_system(
         for message in messages
     ]
     try:
-        turn = {"role": "system", "content": marked}
+        turn = {"role": "system", "content": system}
         alone = str(tokenizer.apply_chat_template([turn], tokenize=False))
     except TemplateError:
         alone = ""
-    own_turn = alone.replace(_END, "")
-    if _END in alone and with_context.startswith(own_turn):
-        return len(own_turn)
+    if alone and system.strip() in alone and with_context.startswith(alone):
+        return len(alone)
     before, _, behind = chat_text(tokenizer, users, marked).partition(_END)
     between, found, _ = behind.partition(_BEGIN)
     if not found:

@@ -47,7 +47,7 @@ class Launch:
     _compiled: dict[int, Callable[..., None]] = field(init=False, default_factory=dict)
 
     def __post_init__(self, inputs: tuple[Tensor | torch.dtype | None, ...]) -> None:
-        self._dtypes = tuple(getattr(x, "dtype", x) for x in inputs)
+        self._dtypes = tuple(x.dtype if isinstance(x, Tensor) else x for x in inputs)
 
     def __call__(self, *inputs: Tensor | None) -> Any:
         """Launch on the current stream of the first input's device.
