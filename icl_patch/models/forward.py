@@ -68,11 +68,6 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
         )
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model takes the positions of its tokens."""
-    return "position_ids" in _inputs_of(type(model).forward)
-
-
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model takes a cache of the tokens before."""
     return bool({"past_key_values", "cache_params", "state"} & _all_inputs(model))
@@ -90,7 +85,8 @@ def counts_slots(model: PreTrainedModel) -> bool:
     the context's slots empty, and every row must begin in the first slot.
     """
     alibi = hasattr(sys.modules[type(model).__module__], "build_alibi_tensor")
-    return not (takes_positions(model) or alibi or is_recurrent(model))
+    positions = "position_ids" in _inputs_of(type(model).forward)
+    return not (positions or alibi or is_recurrent(model))
 
 
 def names_of(given: Mapping[str, Any]) -> list[str]:
