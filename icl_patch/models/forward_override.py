@@ -12,7 +12,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.layers.attachment import of_a_pass, set_forward
+from icl_patch.layers.attachment import of_a_pass
 from icl_patch.layers.patched_module import PatchedModule, untouched, with_base
 from icl_patch.models.block_spec import Block
 
@@ -42,16 +42,33 @@ class Overrides:
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        self.__exit__()  # what an interrupt has left
+        self._restore()  # what an interrupt of the last exit has left
         self._thread[0] = threading.get_ident()
-        for module, chosen, others in self._places:
-            others[0] = module.forward
-            self._before.append(vars(module).get("forward"))
-            set_forward(module, chosen)
+        try:
+            for module, chosen, others in self._places:
+                names = vars(module)
+                others[0] = module.forward
+                self._before.append(names.get("forward"))
+                names["forward"] = chosen
+        except BaseException:  # an interrupt
+            self._restore()
+            raise
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self._restore()
+        except BaseException:  # an interrupt
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        """Put back the forwards that are not back yet: it may be called again at any place."""
         while self._before:
-            set_forward(self._places[len(self._before) - 1][0], self._before[-1])
+            names, before = vars(self._places[len(self._before) - 1][0]), self._before[-1]
+            if before is None:
+                names.pop("forward", None)
+            else:
+                names["forward"] = before
             self._before.pop()
 
 

@@ -5,6 +5,7 @@ afterwards.
 import inspect
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,3 +45,23 @@ def test_other_threads_run_the_forward_that_was_there_when_it_was_entered() -> N
 
         assert torch.equal(other.submit(in_the_other_thread).result(), 2 * X)
     assert torch.equal(module(X), X)
+
+
+def test_an_interrupt_while_entering_leaves_nothing() -> None:
+    class Late(nn.Identity):
+        interrupted = False
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "forward" and type(self).interrupted:
+                raise KeyboardInterrupt
+            return super().__getattribute__(name)
+
+    first, late = nn.Identity(), Late()
+    overrides = Overrides([(first, doubled), (late, doubled)])
+    Late.interrupted = True
+    with pytest.raises(KeyboardInterrupt), overrides:
+        pass
+    Late.interrupted = False
+    assert "forward" not in vars(first) and "forward" not in vars(late)
+    with overrides:
+        assert torch.equal(first(X), 2 * X) and torch.equal(late(X), 2 * X)
