@@ -23,7 +23,6 @@ Step = Callable[[], Tensor]
 def repeatable(run: Step, rewind: Callable[[], object] = lambda: None) -> Step:
     """A step: ``run`` computes the logits, ``rewind`` restores the cache."""
 
-    @torch.no_grad()
     def step() -> Tensor:
         logits = run()
         rewind()

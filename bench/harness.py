@@ -40,6 +40,7 @@ class Case:
     name: str
     build: Callable[[], Comparison]
 
+    @torch.no_grad()
     def rows(self, device: torch.device, rounds: int) -> list[dict[str, Any]]:
         """A row for each call: its time if its result is correct, else the reason (``failed``)."""
         head: dict[str, Any] = {"case": self.name}

@@ -47,11 +47,6 @@ def _processor() -> str:
     return named[1] if named else platform.processor() or "CPU"
 
 
-def file_name(device: str) -> str:
-    """A device's name in lower case with hyphens."""
-    return "-".join(re.sub(r"\((R|TM)\)", "", device).split()).lower()
-
-
 @cache
 def code_fingerprint() -> str:
     """A hash of the package's code and of its native library."""
@@ -73,7 +68,8 @@ class Results:
 
     def __init__(self, benchmark: str, device: torch.device, folder: Path) -> None:
         where = environment(device)
-        self.device, self.path = device, folder / f"{benchmark}-{file_name(where['device'])}.json"
+        name = "-".join(re.sub(r"\((R|TM)\)", "", where["device"]).split()).lower()
+        self.device, self.path = device, folder / f"{benchmark}-{name}.json"
         self.data: dict[str, Any] = {"benchmark": benchmark, "environment": where, "rows": []}
         if self.path.exists():
             saved = json.loads(self.path.read_text(encoding="utf-8"))

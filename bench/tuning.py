@@ -176,26 +176,21 @@ def fastest(
 
 def seconds(weights: list[Tensor], rows: int, rank: int, config: Config) -> float:
     """The median time of a configuration; its result is checked before."""
-    check(weights[0], rows, rank, config)
-    z, u, v = operands_of(weights[0], rows, rank)
+    n, k = weights[0].shape
+    operands = random_operands((n, k), rows, rank, weights[0].dtype, weights[0].device)
+    check(weights[0], operands, config)
+    z, u, v = operands
     call = InTurn(lambda weight: launch_linear(z, weight, u, v, config=config), weights)
     return compare({"": call}, z.device)[""]["median"]
 
 
-def operands_of(weight: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """z (M, K), u (M, R, N) and v (M, R, K) for a weight, random and the same every time."""
-    n, k = weight.shape
-    return random_operands((n, k), rows, rank, weight.dtype, weight.device)
-
-
-def check(weight: Tensor, rows: int, rank: int, config: Config) -> None:
-    """Check a configuration's result.
+def check(weight: Tensor, operands: tuple[Tensor, Tensor, Tensor], config: Config) -> None:
+    """Check a configuration's result for z (M, K), u (M, R, N) and v (M, R, K).
 
     Raises:
         AssertionError: it is off, differs in a second call, or its last row differs from that row
             computed alone.
     """
-    operands = operands_of(weight, rows, rank)
 
     def run(some: slice) -> Tensor:
         z, u, v = (x[some] for x in operands)
@@ -206,5 +201,5 @@ def check(weight: Tensor, rows: int, rank: int, config: Config) -> None:
     relative_error(output, expected_output(weight, *operands), limit)
     if not torch.equal(output, run(slice(None))):
         raise AssertionError("expected the same bits twice, got others")
-    if not torch.equal(output[-1:], run(slice(rows - 1, None))):
+    if not torch.equal(output[-1:], run(slice(-1, None))):
         raise AssertionError("expected the bits of the last row alone, got others beside the rest")

@@ -1,5 +1,6 @@
-"""What the arguments of ops must be, for all their implementations: a table, and the one function
-that compares arguments with a row of it. Errors give the expected and the actual value.
+"""What the arguments of ops must be and what the native library's ops return, for all their
+implementations: a table, and the functions that compare arguments with a row of it. Errors give the
+expected and the actual value.
 """
 
 from collections.abc import Callable
@@ -54,31 +55,39 @@ _OTHERS: dict[str, Callable[[Any], object]] = {
 
 
 class Arguments:
-    """Checks the arguments of one op, given as one row of the table.
+    """Checks the arguments of one op, and knows its results, given as one row of the table.
 
     Args:
         row: ``"NAME: SHAPE or SHAPE, KIND"`` for a tensor, NAME for anything else, in the order of
             the op's arguments. A letter of a shape stands for one size in all tensors. The kind is
             ``integers``, ``bools``, or the dtype of the first tensor; any float without one.
         rule: a further check, of all sizes by their letters and the arguments by name.
+        results: ``"SHAPE, DTYPE"`` for each of the native op's results. The dtype is one of
+            torch's, ``out_dtype``, or names of arguments: fp64 if one of them is, or is True, else
+            fp32; that of the first argument without one.
 
     None is no argument. Raises TypeError for a dtype and ValueError for anything else.
     """
 
-    def __init__(self, *row: str, rule: Callable[..., None] | None = None) -> None:
-        self._row: list[tuple[str, list[list[str]], str]] = []
-        self._rule = rule
+    def __init__(
+        self, *row: str, rule: Callable[..., None] | None = None, results: tuple[str, ...] = ()
+    ) -> None:
+        self._row: dict[str, tuple[list[list[str]], str]] = {}
+        self._rule, self._results = rule, [form.partition(", ")[::2] for form in results]
         for entry in row:
             name, _, form = entry.partition(": ")
             shapes, _, kind = form.partition(", ")
-            self._row.append((name, [shape.split() for shape in shapes.split(" or ")], kind))
+            self._row[name] = [shape.split() for shape in shapes.split(" or ")], kind
 
-    def __call__(self, *args: Any, **options: Any) -> None:
-        """Raise an error for arguments that do not fit the row."""
+    def __call__(self, *args: Any, **options: Any) -> dict[str, int]:
+        """Raise an error for arguments that do not fit the row; returns the sizes by their
+        letters.
+        """
         sizes: dict[str, int] = {}
-        given, first = {}, args[0]
-        for (name, shapes, kind), x in zip(self._row, (*args, *options.values()), strict=False):
-            given[name] = x
+        given = dict.fromkeys(self._row) | dict(zip(self._row, args, strict=False)) | options
+        first: Any = next(iter(given.values()))
+        for name, (shapes, kind) in self._row.items():
+            x = given[name]
             if isinstance(x, Tensor):
                 sizes = _bound(name, x, shapes, sizes)
                 _check_kind(name, x, kind, first)
@@ -86,6 +95,27 @@ class Arguments:
                 _OTHERS[name](x)
         if self._rule is not None:
             self._rule(sizes, **given)
+        return sizes
+
+    def results(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
+        """Empty tensors like the native op's results, for torch.compile and for meta tensors."""
+        given: dict[str, Any] = dict(zip(self._row, args, strict=False)) | options
+        sizes = self(**given)
+        sizes.setdefault("M", sizes.get("2M", 0) // 2)
+        first: Tensor = next(iter(given.values()))
+
+        def dtype_of(kind: str) -> torch.dtype:
+            if kind in ("", "out_dtype"):
+                return given.get(kind) or first.dtype
+            named = [given.get(name) for name in kind.split()]
+            is_wide = any(x is True or getattr(x, "dtype", x) == torch.float64 for x in named)
+            return getattr(torch, kind, torch.float64 if is_wide else torch.float32)
+
+        made = [
+            first.new_empty([sizes[letter] for letter in shape.split()], dtype=dtype_of(kind))
+            for shape, kind in self._results
+        ]
+        return made[0] if len(made) == 1 else tuple(made)
 
 
 def _bound(name: str, x: Tensor, shapes: list[list[str]], sizes: dict[str, int]) -> dict[str, int]:
@@ -177,16 +207,24 @@ check_patched_linear = Arguments(
     "out_dtype",
     "path",
     rule=_check_factors,
+    results=("M N, out_dtype",),
 )
 check_record_linear = Arguments(
     "z_pair: 2M K",
     "weight: N K, z_pair's dtype",
-    "bias: N, z_pair's dtype",
     "v: M K",
+    "bias: N, z_pair's dtype",
     rule=_check_rows,
+    results=("2M N", "M N, float32"),
 )
 check_add_low_rank = Arguments(
-    "y: M N", "z: M K", *_FACTORS, _INDEX, "out_dtype", rule=_check_factors
+    "y: M N",
+    "z: M K",
+    *_FACTORS,
+    _INDEX,
+    "out_dtype",
+    rule=_check_factors,
+    results=("M N, out_dtype",),
 )
 check_expert_linear = Arguments(
     "x: M K or M k K",
@@ -195,10 +233,20 @@ check_expert_linear = Arguments(
     "bias: E N, x's dtype",
     "out_dtype",
     rule=_check_experts,
+    results=("M k N, out_dtype",),
 )
-check_rms_norm = Arguments("x: M d", "scale: M d or d", "eps", rule=_check_rows)
-check_norm_pair = Arguments("hidden: 2M d", "weight: d", "eps", rule=_check_rows)
-check_gated_product = Arguments("gate: M N", "up: M N, gate's dtype", "activation")
+check_read_direction = Arguments("z: M K", "wide", results=("M K, wide", "M, wide"))
+check_rms_norm = Arguments("x: M d", "scale: M d or d", "eps", rule=_check_rows, results=("M d",))
+check_norm_pair = Arguments(
+    "hidden: 2M d",
+    "weight: d",
+    "eps",
+    rule=_check_rows,
+    results=("2M d", "M d, float32", "M d, float32", "M, float32"),
+)
+check_gated_product = Arguments(
+    "gate: M N", "up: M N, gate's dtype", "activation", results=("M N",)
+)
 check_decode_attention = Arguments(
     "query: B H D",
     "key: B G S D, query's dtype",
@@ -206,10 +254,23 @@ check_decode_attention = Arguments(
     "scale",
     "mask: B S, bools",
     rule=_check_heads,
+    results=("B H E",),
 )
+_INVERSE = ("M, float64", "M d, float64", "M, int8", "M, int32")
 check_inversion = Arguments(
-    "target: M d", "scale: M d or d", "rms: M", "eps", "fallback: M d", rule=_check_rows
+    "target: M d",
+    "scale: M d or d",
+    "rms: M",
+    "eps",
+    "fallback: M d",
+    rule=_check_rows,
+    results=("M d, target", *_INVERSE),
 )
 check_stable_scale = Arguments(
-    "delta: M d", "scale: M d or d", "hidden_down: M d", "eps", rule=_check_rows
+    "delta: M d",
+    "scale: M d or d",
+    "hidden_down: M d",
+    "eps",
+    rule=_check_rows,
+    results=("M d, delta scale hidden_down", *_INVERSE),
 )

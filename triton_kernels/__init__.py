@@ -16,23 +16,17 @@ if __name__ == "triton_kernels":
 from icl_patch.kernels.ops.direction import read_direction
 from icl_patch.kernels.ops.experts import expert_linear
 from icl_patch.kernels.ops.gated_product import gated_product
-from icl_patch.kernels.ops.linear import patched_linear, product_path
+from icl_patch.kernels.ops.linear import patched_linear
 from icl_patch.kernels.ops.low_rank import add_low_rank
 from icl_patch.kernels.ops.norms import norm_pair, rms_norm
 from icl_patch.kernels.ops.recording import record_linears
-from icl_patch.kernels.runtime.config import Config, config_for
-from icl_patch.kernels.runtime.launching import INTERPRETED
 
 __all__ = [
-    "INTERPRETED",
-    "Config",
     "add_low_rank",
-    "config_for",
     "expert_linear",
     "gated_product",
     "norm_pair",
     "patched_linear",
-    "product_path",
     "read_direction",
     "record_linears",
     "rms_norm",

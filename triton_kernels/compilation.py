@@ -151,16 +151,14 @@ def linear_launch(
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
     if rank is None:
         z, second = _empty(2 * rows, k, dtype=dtype), weight if "pair" in variant else None
-        return plan_linear(
-            z, weight, None, None, None, None, dtype, config, record=True, second=second
-        )
+        return plan_linear(z, weight, dtype, config, record=True, second=second)
     z = _empty(rows, k, dtype=dtype)
     if not rank:
-        return plan_linear(z, weight, None, None, None, None, dtype, config)
+        return plan_linear(z, weight, dtype, config)
     index = _empty(rows, dtype=torch.int64) if "pool" in variant else None
     bias = _empty(n, dtype=dtype) if variant else None
     u, v = _empty(rows, rank, n), _empty(rows, rank, k)
-    return plan_linear(z, weight, u, v, bias, index, dtype, config)
+    return plan_linear(z, weight, dtype, config, u, v, bias, index)
 
 
 def _of_entry(entry: TunedConfig, capability: int) -> Iterator[tuple[str, Launch]]:

@@ -40,7 +40,6 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
     ]
 
 
-@torch.no_grad()
 def comparison(saved: SavedModel, dtype: torch.dtype, device: torch.device) -> Comparison:
     """The calls of one case; each gives the answer's tokens (32,)."""
     model, tokenizer = saved.build(device, dtype), AutoTokenizer.from_pretrained(saved.folder)

@@ -137,7 +137,6 @@ def models_of(shape: RandomModel | SavedModel, dtype: torch.dtype, device: torch
     return Models(model, *(ContextPatcher(twin(model), update) for update in ("stable", "exact")))
 
 
-@torch.no_grad()
 def comparison(
     shape: RandomModel | SavedModel,
     batch: int,
@@ -193,12 +192,8 @@ def _check_effect(with_context: Tensor, without: Tensor, limit: float) -> None:
 def _lazily(build: Callable[[], Step]) -> Call:
     """A step that is built at its first call, so that a failure to build it fails no other."""
 
-    @functools.cache
-    @torch.no_grad()
-    def step() -> Step:
-        return build()
-
-    return lambda: step()()
+    built = functools.cache(build)
+    return lambda: built()()
 
 
 def _ours(

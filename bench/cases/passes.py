@@ -50,7 +50,6 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
     ]
 
 
-@torch.no_grad()
 def _build(
     saved: SavedModel,
     dtype: torch.dtype,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from icl_patch import ops
@@ -16,10 +15,10 @@ from icl_patch.invariance.functions import (
     ATTENTION,
     ONE_TOKEN_ATTENTION,
     ROW_FUNCTIONS,
-    Replacements,
     is_own,
 )
 from icl_patch.layers.device_hooks import input_device
+from icl_patch.layers.product_interception import Replacing
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.models.recurrent_state import is_recurrent
 
@@ -55,7 +54,7 @@ def running_in(arithmetic: str, *, attention: bool = False) -> Iterator[None]:
         yield
         return
     table = {**ROW_FUNCTIONS, **(ATTENTION if attention else ONE_TOKEN_ATTENTION)}
-    with _products(), _Replacing(table):
+    with _products(), Replacing(table):
         yield
 
 
@@ -69,25 +68,19 @@ def _products() -> Iterator[None]:
         yield
 
 
-class _Replacing(TorchFunctionMode):
-    """Runs the functions of a table in place of torch's.
+class _Noting(Replacing):
+    """Calls ``note`` before each call of torch that is replaced by another."""
 
-    note: called before each call that the table changes.
-    """
-
-    def __init__(self, table: Replacements, note: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self.table, self.note = table, note
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__(ROW_FUNCTIONS)
+        self.note = note
 
     def __torch_function__(
-        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        replacement = self.table.get(function)
-        if replacement is None:
-            return function(*args, **kwargs or {})
-        if self.note is not None and not is_own(function, args):
+        if function in self.table and not is_own(function, args):
             self.note()
-        return replacement(*args, **kwargs or {})
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 class InvariantModules:
@@ -107,7 +100,7 @@ class InvariantModules:
         self._found = set(mixtures)
         self._overrides: Overrides | None = None  # of the modules found; None in the first step
         self._forwards: dict[nn.Module, Forward] = {}  # theirs, within this step
-        self._mode = _Replacing(ROW_FUNCTIONS)
+        self._mode = Replacing(ROW_FUNCTIONS)
         self._running: list[nn.Module] = []  # the modules that run, the innermost last
 
     @contextmanager
@@ -120,7 +113,7 @@ class InvariantModules:
             return
         reached: set[nn.Module] = set()
         modules = list(self._model.modules())
-        noting = _Replacing(ROW_FUNCTIONS, lambda: self._found.add(self._running[-1]))
+        noting = _Noting(lambda: self._found.add(self._running[-1]))
         followed = [(module, self._followed(module, reached)) for module in modules]
         with _products(), noting, Overrides(followed):
             yield

@@ -48,10 +48,6 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
     return linear(input, other.mT) if shared else torch.matmul(input, other)
 
 
-def _mm(input: Tensor, mat2: Tensor) -> Tensor:
-    return _matmul(input, mat2)
-
-
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
     """``x_i W_e`` for the rows i of expert e, which end before ``offs[e]``.
 
@@ -90,13 +86,8 @@ _PRODUCTS: Replacements = {
     F.linear: linear,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
-    **{
-        getattr(holder, name): _grouped_mm
-        for holder, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
-        if hasattr(holder, name)
-    },
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    **dict.fromkeys((F.grouped_mm, torch._grouped_mm), _grouped_mm),
 }
 
 
@@ -134,17 +125,12 @@ def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return torch.where(scaled > threshold, x, smooth)
 
 
-def _mish(x: Tensor) -> Tensor:
-    return x * torch.tanh(_softplus(x))
-
-
 _ACTIVATIONS: Replacements = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), _in_fp32(_sigmoid)),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _in_fp32(torch.rsqrt)),
     F.silu: _in_fp32(_silu),
     F.gelu: _in_fp32(_gelu),
     F.softplus: _in_fp32(_softplus),
-    F.mish: _in_fp32(_mish),
 }
 
 
@@ -189,18 +175,15 @@ def _unless_one_token(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Any,
     ) -> Tensor:
         y = None
         if query.dim() == 4 and not is_causal:
-            y = one_token_attention(query, key, value, attn_mask, dropout_p, scale)
+            y = one_token_attention(query, key, value, attn_mask, dropout_p, options.get("scale"))
         if y is not None:
             return y
-        return otherwise(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        run = F.scaled_dot_product_attention if dropout_p else otherwise
+        return run(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     return attention
 
@@ -216,11 +199,11 @@ def _attention_by_row(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    dropout: float,
+    _dropout: float,
     is_causal: bool,
     *,
-    scale: float | None,
-    enable_gqa: bool,
+    scale: float | None = None,
+    **_: Any,
 ) -> Tensor:
     """``scaled_dot_product_attention``, row by row over the keys between the first and the last
     that the row sees.
@@ -241,19 +224,14 @@ def _attention_by_row(
         else:
             key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     if mask is None:
-        out = _attend(query, key, value, None, dropout, is_causal, scale)
+        out = _attend(query, key, value, None, is_causal, scale)
     else:
-        out = _attend_by_row(query, key, value, mask, dropout, scale)
+        out = _attend_by_row(query, key, value, mask, scale)
     return out.reshape(len(query), heads, tokens, value.shape[-1])
 
 
 def _attend_by_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    dropout: float,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
     if mask.dtype != torch.bool or mask.shape[1] != 1:
         raise UnsupportedModelError(
@@ -276,7 +254,6 @@ def _attend_by_row(
             key[part, :, start:stop],
             value[part, :, start:stop],
             None if is_causal else form,
-            dropout,
             is_causal,
             scale,
         )
@@ -295,7 +272,6 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    dropout: float,
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
@@ -303,7 +279,7 @@ def _attend(
     torch.set_num_threads(1)
     try:
         return F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, is_causal, scale=scale
+            query, key, value, mask, is_causal=is_causal, scale=scale
         )
     finally:
         torch.set_num_threads(threads)

@@ -114,11 +114,7 @@ class PatchedExperts(PatchedModule):
         With ``fused`` by :func:`icl_patch.ops.expert_linear`, without a look from the host and
         before its rounding; else expert by expert.
         """
-        bias: Tensor | None = (
-            getattr(self.base_layer, f"{name}_bias", None)
-            if getattr(self.base_layer, "has_bias", False)
-            else None
-        )
+        bias: Tensor | None = getattr(self.base_layer, f"{name}_bias", None)
         parts = [self._multiply(weight, x, index, bias, fused) for weight in self.weights(name)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 

@@ -3,6 +3,7 @@ token.
 """
 
 import copy
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -140,27 +141,32 @@ class PatchedLinear(PatchedModule):
         if self.bias_change is not None:
             plain, dtype = self.plain(z)
             return add_bias_change(plain, self.bias_change, self.out_dtype or dtype)
-        assert self.u is not None and self.v is not None
-        rows = z.reshape(-1, z.shape[-1])
-        u, v = self._by_row(self.u, z), self._by_row(self.v, z)
         linear = self.linear_map(z)
         if linear is not None:
+            u, v = self._factors(z)
+            rows = z.reshape(-1, z.shape[-1])
             y = ops.patched_linear(rows, linear[0], u, v, linear[1], out_dtype=self.out_dtype)
             return y.reshape(*z.shape[:-1], y.shape[-1])
-
-        def changed(plain: Tensor) -> Tensor:
-            if isinstance(plain, DTensor):  # of a matrix that ranks share, with gradients
-                return DTensor.from_local(
-                    changed(plain.to_local()), plain.device_mesh, plain.placements
-                )
-            y = plain.reshape(-1, plain.shape[-1])
-            return ops.add_low_rank(y, rows, u, v, out_dtype=self.out_dtype).reshape(plain.shape)
-
+        changed = partial(self._add_change, z)
         if self.group is None:
             return changed(self.base_layer(z))
         # each rank adds its part of the change, and the model's own sum over the ranks adds them up
         changed_product: Tensor = with_linear_changed(self.base_layer, changed, z)
         return changed_product
+
+    def _add_change(self, z: Tensor, plain: Tensor) -> Tensor:
+        """The plain output (..., N) of z with the low-rank change of the weight."""
+        if isinstance(plain, DTensor):  # of a matrix that ranks share, with gradients
+            changed = self._add_change(z, plain.to_local())
+            return DTensor.from_local(changed, plain.device_mesh, plain.placements)
+        y, rows = (x.reshape(-1, x.shape[-1]) for x in (plain, z))
+        changed = ops.add_low_rank(y, rows, *self._factors(z), out_dtype=self.out_dtype)
+        return changed.reshape(plain.shape)
+
+    def _factors(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """u and v for the rows of z."""
+        assert self.u is not None and self.v is not None
+        return self._by_row(self.u, z), self._by_row(self.v, z)
 
     def _by_row(self, factor: Tensor, z: Tensor) -> Tensor:
         """A factor in a form that the ops take: (1, R, ·), (M, R, ·) or (M, ·)."""

@@ -8,7 +8,6 @@ It is off (the base module, bit for bit), records (a recorder computes the facto
 input and applies them) or replays (the factors that were set are applied).
 """
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -21,14 +20,10 @@ from icl_patch.layers.attachment import Attachment
 from icl_patch.layers.device_hooks import is_aligned, run_aligned
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether the module has hooks on its forward or its gradients, or there are global hooks."""
-    return _has_hooks(module) or bool(_global_forward_hooks or _global_forward_pre_hooks)
-
-
 def untouched(module: nn.Module) -> bool:
-    """Whether nobody has hooked the module or put another forward there."""
-    return "forward" not in vars(module) and not is_hooked(module)
+    """Whether nobody has hooked the module, or all modules, or put another forward there."""
+    hooked = _has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks
+    return "forward" not in vars(module) and not hooked
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -169,14 +164,9 @@ class PatchedModule(nn.Module):
         """The base module's arguments -> its output."""
         if self.instead is None and self.observer is None:
             return self.base_layer(*args, **kwargs)
-        attachment = self.attachment
-        waits = (
-            attachment is not None
-            and not torch.compiler.is_compiling()  # torch.compile traces no locks
-            and attachment.thread != threading.get_ident()
-        )
-        # the pass of another thread ends first
-        with attachment.lock if attachment is not None and waits else nullcontext():
+        attachment, compiling = self.attachment, torch.compiler.is_compiling()
+        # the pass of another thread ends first; torch.compile traces no locks
+        with nullcontext() if attachment is None or compiling else attachment.lock:
             if self._aligned:
                 return run_aligned(self.base_layer, self._run, args, kwargs)
             return self._run(*args, **kwargs)

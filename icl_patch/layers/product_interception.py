@@ -8,7 +8,7 @@ and a copy of the forward would be needed for each class and version. So a Torch
 intercepts the product, only while the module runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,7 +18,20 @@ from torch.overrides import TorchFunctionMode
 from icl_patch.errors import UnsupportedModelError
 
 
-class FirstProductChanged(TorchFunctionMode):
+class Replacing(TorchFunctionMode):
+    """Within ``with`` the functions of a table run in place of torch's."""
+
+    def __init__(self, table: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.table = table
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.table.get(function, function)(*args, **kwargs or {})
+
+
+class FirstProductChanged(Replacing):
     """Within ``with`` the result of the first call of ``product`` is replaced by ``change`` of it.
 
     Args:
@@ -30,16 +43,12 @@ class FirstProductChanged(TorchFunctionMode):
     """
 
     def __init__(self, product: Callable[..., Tensor], change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
+        super().__init__({product: self._changed})
         self.product, self.change = product, change
         self.calls = 0
 
-    def __torch_function__(
-        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = function(*args, **kwargs or {})
-        if function is not self.product:
-            return out
+    def _changed(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = self.product(*args, **kwargs)
         self.calls += 1
         return self.change(out) if self.calls == 1 else out
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from icl_patch import ops
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.product_interception import with_linear_changed
 
@@ -38,12 +37,4 @@ class PatchedRouter(PatchedLinear):
         return logits
 
     def _replay(self, z: Tensor, *others: Any) -> Any:
-        assert self.u is not None and self.v is not None
-        rows = z.reshape(-1, z.shape[-1])
-        u, v = (self._by_row(factor, z) for factor in (self.u, self.v))
-
-        def change(logits: Tensor) -> Tensor:
-            patched = ops.add_low_rank(logits.reshape(len(rows), -1), rows, u, v)
-            return self._shown(patched.reshape(logits.shape))
-
-        return self.with_logits(z, change, *others)
+        return self.with_logits(z, lambda logits: self._shown(self._add_change(z, logits)), *others)

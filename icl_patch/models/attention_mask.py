@@ -106,9 +106,7 @@ class Override:
             with self._lock:
                 self._users -= 1
                 if not self._users:
-                    del self._names[self._name]  # transformers' table may have it below
-                    if self._names.get(self._name) is not self._before:
-                        self._names[self._name] = self._before
+                    self._names[self._name] = self._before
 
 
 def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:

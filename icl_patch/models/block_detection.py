@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from icl_patch.checks import FLOATS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.experts import (
@@ -34,8 +35,6 @@ _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "
 # The endings of attribute names with which a block, or its MLP, scales its addition to the residual
 # stream.
 _FACTORS = ("multiplier", "scale", "factor")
-# Of experts' matrices that are not quantised.
-_EXPERT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -87,17 +86,15 @@ def is_matrix(module: nn.Module) -> bool:
         return True
     packed = any(x.dim() == 2 and min(x.shape) > 1 for _, x in _own_tensors(module))
     says = hasattr(module, "in_features") and hasattr(module, "out_features")
-    return (packed or says) and not any(True for _ in module.children())
+    return (packed or says) and not module._modules
 
 
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm: no matrix, a vector at most."""
-    own = list(module.parameters(recurse=False))
-    named = "norm" in type(module).__name__.lower()
     return (
-        not any(True for _ in module.children())
-        and named
-        and all(tensor.dim() <= 2 for tensor in own)
+        "norm" in type(module).__name__.lower()
+        and not module._modules
+        and all(tensor.dim() <= 2 for tensor in module.parameters())
     )
 
 
@@ -107,31 +104,27 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
+def _is_inside(call: Call, others: list[Call]) -> bool:
+    """Whether a call is one of the others, or of a module below theirs."""
+    return any(inside(call.path, other.path) for other in others)
+
+
 class _Reading:
     """One block's form, read from its trace."""
 
     def __init__(self, trace: BlockTrace) -> None:
         self.path, self.block, self.mixers = trace.path, trace.block, trace.mixers
         self.module = trace.module
-        calls = [
+        self.calls = [call for call in trace.calls[:-1] if not _is_inside(call, self.mixers)]
+        self.norms = [call for call in self.calls if _is_norm(call.module)]
+        self.experts = [call for call in self.calls if experts_class(call.module) is not None]
+        # of PatchedParallelExperts the router is inside
+        closed = [call for call in self.experts if not PatchedParallelExperts.fits(call.module)]
+        matrices = outermost(  # an adapter and the matrix in it are one linear map
             call
-            for call in trace.calls[:-1]
-            if not any(inside(call.path, mixer.path) for mixer in self.mixers)
-        ]
-        self.calls = calls
-        self.norms = [call for call in calls if _is_norm(call.module)]
-        self.experts = [call for call in calls if experts_class(call.module) is not None]
-        matrices = [call for call in calls if is_matrix(call.module) and not _is_norm(call.module)]
-        matrices = [
-            call
-            for call in matrices
-            if not any(
-                inside(call.path, experts.path)
-                for experts in self.experts
-                if not PatchedParallelExperts.fits(experts.module)  # whose router is inside
-            )
-        ]
-        matrices = outermost(matrices)  # an adapter and the matrix in it are one linear map
+            for call in self.calls
+            if is_matrix(call.module) and call not in self.norms and not _is_inside(call, closed)
+        )
         self.matrices = [call for call in matrices if call.path.split(".")[0] in _MLPS] or matrices
         self.trace = trace
 
@@ -168,7 +161,7 @@ class _Reading:
             if not (call in self.experts or "experts" in type(module).__name__.lower()):
                 continue
             for name, tensor in _own_tensors(module):
-                plain = type(tensor) in (nn.Parameter, Tensor) and tensor.dtype in _EXPERT_DTYPES
+                plain = type(tensor) in (nn.Parameter, Tensor) and tensor.dtype in FLOATS
                 if tensor.dim() >= 3 and not plain:
                     raise self._refuse(
                         f"{call.path}.{name} is quantised ({type(tensor).__name__},"

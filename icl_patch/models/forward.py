@@ -42,10 +42,14 @@ def _inputs_of(forward: Callable[..., Any]) -> frozenset[str]:
     )
 
 
+def _all_inputs(model: PreTrainedModel) -> frozenset[str]:
+    """The inputs of the model or of its base model."""
+    return _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
+
+
 def _further_inputs(model: PreTrainedModel) -> frozenset[str]:
-    """The inputs that we do not give ourselves, of the model or of its base model."""
-    names = _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
-    return names - _OURS - {"self"}
+    """The inputs that we do not give ourselves."""
+    return _all_inputs(model) - _OURS - {"self"}
 
 
 def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -64,15 +68,9 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
         )
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model takes the positions of its tokens."""
-    return "position_ids" in _inputs_of(type(model).forward)
-
-
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model takes a cache of the tokens before."""
-    names = _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
-    return bool({"past_key_values", "cache_params", "state"} & names)
+    return bool({"past_key_values", "cache_params", "state"} & _all_inputs(model))
 
 
 def drafts_for_another(model: PreTrainedModel) -> bool:
@@ -87,7 +85,8 @@ def counts_slots(model: PreTrainedModel) -> bool:
     the context's slots empty, and every row must begin in the first slot.
     """
     alibi = hasattr(sys.modules[type(model).__module__], "build_alibi_tensor")
-    return not (takes_positions(model) or alibi or is_recurrent(model))
+    positions = "position_ids" in _inputs_of(type(model).forward)
+    return not (positions or alibi or is_recurrent(model))
 
 
 def names_of(given: Mapping[str, Any]) -> list[str]:

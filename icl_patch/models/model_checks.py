@@ -64,8 +64,8 @@ def _check_unwrapped(model: object) -> None:
 
 def _check_in_memory(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError if weights, or new tensors, are on the device meta."""
-    away = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    away = [name for name in away if offloaded(model, name) is None]
+    named = model.named_parameters()
+    away = [name for name, x in named if x.is_meta and offloaded(model, name) is None]
     if away:
         raise UnsupportedModelError(
             f"expected all weights of {type(model).__name__} in memory, or offloaded by accelerate;"
@@ -96,9 +96,9 @@ def _check_kept_weights(model: PreTrainedModel) -> None:
 def _has_head(model: PreTrainedModel) -> bool:
     """Whether the model ends in logits over its vocabulary."""
     head = model.get_output_embeddings()
-    if head is not None and is_elsewhere(head):
-        return True
-    return head is not None and getattr(head, "out_features", None) == vocabulary(model)
+    return head is not None and (
+        is_elsewhere(head) or getattr(head, "out_features", None) == vocabulary(model)
+    )
 
 
 def check_split(model: PreTrainedModel) -> None:

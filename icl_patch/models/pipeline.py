@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -62,17 +62,10 @@ class ElsewhereLayer(CacheLayerMixin):
         """As that of the layer that is here."""
         return int(self._here.get_max_length())
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to initialise."""
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        """There is nothing to change; ``update`` nobody calls."""
 
-    def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Nobody calls it: the block is on another rank."""
-        raise AssertionError("a block of another rank")
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """There is nothing to change."""
-
-    offload = prefetch = reset = crop = reorder_cache = _nothing
+    lazy_initialization = update = offload = prefetch = reset = crop = reorder_cache = _nothing
     batch_select_indices = batch_repeat_interleave = _nothing
 
 

@@ -37,7 +37,7 @@ def decode_attention(
     """
     if scale is None:
         scale = max(query.shape[-1], 1) ** -0.5
-    return _decode_attention.native_first(query, key, value, scale, mask)
+    return _decode_attention(query, key, value, scale, mask)
 
 
 _decode_attention = Op(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from icl_patch.checks import check_floating
+from icl_patch.checks import check_read_direction
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import Op
 
@@ -42,7 +42,6 @@ def read_direction(
     shape = z.shape
     if not shape:
         raise ValueError("expected z (..., K), got a tensor without dimensions")
-    check_floating("z", z)
     dtype = dtype or reference.accumulation_dtype(z)
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"expected dtype torch.float32 or torch.float64, got {dtype}")
@@ -51,7 +50,7 @@ def read_direction(
         v, inverse = reference.read_direction(rows, dtype)
         direction = Direction(v, inverse, (rows.to(dtype) * v).sum(-1, keepdim=True))
     else:
-        direction = Direction(*_read_direction.native_first(rows, dtype == torch.float64))
+        direction = Direction(*_read_direction(rows, dtype == torch.float64))
     if len(shape) == 2:
         return direction
     v, inverse, coeff = direction
@@ -64,7 +63,7 @@ def _reference(rows: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
 
 _read_direction = Op(
     "read_direction",
-    lambda *_: None,  # it is checked
+    check_read_direction,
     _reference,
     native_fp64=True,
     triton_if=lambda rows, wide: not wide and rows.shape[-1] > 0,

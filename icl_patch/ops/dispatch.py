@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from icl_patch.checks import is_transformed
+from icl_patch.checks import Arguments, is_transformed
 from icl_patch.ops import native
 
 backend = os.environ.get("ICL_PATCH_OPS") or "auto"
@@ -79,13 +79,10 @@ def _native_serves(args: tuple[Any, ...], fp64: bool) -> bool:
     """Whether the native library's CPU ops serve these arguments: they have no derivatives, and
     most of them compute in fp32.
     """
-    first = args[0]
-    if not (first.is_cpu or first.is_meta) or not (fp64 or _is_narrow(args)):
-        return False
-    for x in args:  # torch would send a mixed call to the device of one of them
-        if isinstance(x, Tensor) and x.device != first.device:
-            return False
-    return not wants_gradients(args) and native_serves("cpu")
+    here = args[0].is_cpu or args[0].is_meta
+    return (
+        here and (fp64 or _is_narrow(args)) and not wants_gradients(args) and native_serves("cpu")
+    )
 
 
 def native_serves(device_type: str) -> bool:
@@ -106,7 +103,7 @@ def has_triton(device_type: str) -> bool:
 
 @dataclass(frozen=True)
 class Op:
-    """An op and its implementations: :meth:`native_first` and :meth:`dispatch` run one of them.
+    """An op and its implementations: a call runs one of them.
 
     name: of the op in ``torch.ops.icl_patch``, and of the kernel's function in
         :mod:`icl_patch.kernels`. The native op's positional arguments are ``args``; all other
@@ -122,7 +119,7 @@ class Op:
     """
 
     name: str
-    check: Callable[..., None]
+    check: Arguments
     reference: Callable[..., Any]
     native_if: Callable[..., bool] | None = None
     native_fp64: bool = False
@@ -131,20 +128,21 @@ class Op:
     _native: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        packet = getattr(torch.ops.icl_patch, self.name, None) if native.is_loaded else None
-        object.__setattr__(self, "_native", packet and packet.default)
+        object.__setattr__(self, "_native", native.op(self.name, self.check.results))
 
-    def native_first(self, *args: Any, **options: Any) -> Any:
-        """In eager inference on the CPU, the native op before any look at the arguments; then
-        :meth:`dispatch`.
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """In eager inference on the CPU, the native op before its arguments are checked. Else
+        Triton's kernel, the native op or plain torch: the first that serves the arguments.
 
-        The native op checks its arguments itself and raises a RuntimeError. :meth:`dispatch` then
-        raises the error in Python's words, or another implementation serves the call. In a decode
-        step Python code before a kernel is slow, because the weights have displaced it from the
-        processor's caches.
+        The native op checks its arguments itself and raises a RuntimeError. Then the error is
+        raised in Python's words, or another implementation serves the call. In a decode step Python
+        code before a kernel is slow, because the weights have displaced it from the processor's
+        caches.
         """
+        native_fits = self.native_if is None or self.native_if(*args, **options)
         if (
-            args[0].is_cpu
+            native_fits
+            and args[0].is_cpu
             and backend == "auto"
             and not torch.is_grad_enabled()
             and not is_compiling()
@@ -155,19 +153,13 @@ class Op:
                 return self._native(*args)
             except RuntimeError:
                 pass
-        return self.dispatch(*args, **options)
-
-    def dispatch(self, *args: Any, **options: Any) -> Any:
-        """Triton's kernel, the native op or plain torch: the first that serves the arguments."""
         kernels = triton_for(args)
         if kernels is not None and (self.triton_if is None or self.triton_if(*args, **options)):
             if self.triton is not None:
                 return self.triton(kernels, *args, **options)
             return getattr(kernels, self.name)(*args, *options.values())
         self.check(*args, **options)
-        if _native_serves(args, self.native_fp64) and (
-            self.native_if is None or self.native_if(*args, **options)
-        ):
+        if native_fits and _native_serves(args, self.native_fp64):
             return self._native(*map(_as_native, args))
         if args[0].is_meta or not torch.is_autocast_enabled(args[0].device.type):
             return self.reference(*args, **options)

@@ -4,9 +4,12 @@ import torch
 from torch import Tensor
 
 from icl_patch.checks import check_inversion, check_stable_scale
-from icl_patch.ops import reference
+from icl_patch.ops import native, reference
 from icl_patch.ops.dispatch import native_serves
 from icl_patch.ops.reference import RMSNormInverse, StableScale
+
+_invert_rmsnorm = native.op("invert_rmsnorm", check_inversion.results)
+_stable_scale = native.op("stable_scale", check_stable_scale.results)
 
 
 def invert_rmsnorm(
@@ -45,7 +48,7 @@ def invert_rmsnorm(
     if not native_serves(target.device.type):
         return reference.invert_rmsnorm(target, scale, rms, eps, fallback)
     with torch.no_grad():
-        parts = torch.ops.icl_patch.invert_rmsnorm(target, scale, rms, eps, fallback)
+        parts = _invert_rmsnorm(target, scale, rms, eps, fallback)
     return RMSNormInverse(*parts)
 
 
@@ -80,5 +83,5 @@ def stable_scale(
     if not native_serves(delta.device.type):
         return reference.stable_scale(delta, scale, hidden_down, eps)
     with torch.no_grad():
-        parts = torch.ops.icl_patch.stable_scale(delta, scale, hidden_down, eps)
+        parts = _stable_scale(delta, scale, hidden_down, eps)
     return StableScale(*parts)

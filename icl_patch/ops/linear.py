@@ -118,8 +118,8 @@ def patched_linear(
     """
     if path is None and (not z.is_cuda or _takes_gemv_only()) and z.dim() == 2:
         path = product_path(z, z.shape[0])
-    run = _patched_linear.native_first if path == GEMV else _patched_linear.dispatch
-    return run(z, weight, u, v, bias, index, out_dtype, path=path)
+    out: Tensor = _patched_linear(z, weight, u, v, bias, index, out_dtype, path=path)
+    return out
 
 
 def record_linear(
@@ -155,8 +155,7 @@ def record_linear(
     if direction is None:
         direction = read_direction(z_pair[rows:])
     path = product_path(z_pair, rows)
-    run = _record_linear.native_first if path == GEMV else _record_linear.dispatch
-    y_pair, u = run(z_pair, weight, direction.v, bias, direction=direction, path=path)
+    y_pair, u = _record_linear(z_pair, weight, direction.v, bias, direction=direction, path=path)
     return y_pair, u, direction
 
 
@@ -203,9 +202,8 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit, or an index lies outside the pool.
     """
-    # the native op would raise an error for fp64 factors, in every block of an exact step
-    run = _add_low_rank.dispatch if u.dtype == torch.float64 else _add_low_rank.native_first
-    return run(y, z, u, v, index, out_dtype)
+    out: Tensor = _add_low_rank(y, z, u, v, index, out_dtype)
+    return out
 
 
 def _reference_patched_linear(
@@ -224,9 +222,9 @@ def _reference_patched_linear(
         plain = patched_linear(z, weight, bias=bias, out_dtype=torch.float32, path=path)
     else:
         plain = F.linear(z, weight, bias)
-    if u is None:
+    if u is None or v is None:
         return plain.to(out_dtype)
-    return _add_low_rank.dispatch(plain, z, u, v, index, out_dtype)
+    return add_low_rank(plain, z, u, v, index=index, out_dtype=out_dtype)
 
 
 def _reference_record_linear(
@@ -240,7 +238,7 @@ def _reference_record_linear(
     wide = reference.accumulation_dtype(z_pair)
     plain_ctx, plain = patched_linear(z_pair, weight, bias=bias, out_dtype=wide, path=path).chunk(2)
     u = plain_ctx - plain
-    y = _add_low_rank.dispatch(plain, z_pair[len(u) :], u, v, None, z_pair.dtype)
+    y = add_low_rank(plain, z_pair[len(u) :], u, v, out_dtype=z_pair.dtype)
     return torch.cat([plain_ctx.to(z_pair.dtype), y]), u
 
 
@@ -259,7 +257,7 @@ _patched_linear = Op(
 )
 _record_linear = Op(
     "record_linear",
-    lambda z_pair, weight, v, bias, **_: check_record_linear(z_pair, weight, bias, v),
+    check_record_linear,
     _reference_record_linear,
     native_if=_is_native_gemv,
     triton_if=lambda *_, direction, path: direction.coeff is not None,
@@ -273,5 +271,7 @@ _add_low_rank = Op(
     lambda y, z, u, v, index, out_dtype: reference.add_low_rank(
         y, z, u, v, index, out_dtype or y.dtype
     ),
+    # it would raise an error for the fp64 factors of every block of an exact step
+    native_if=lambda y, z, u, *_: u.dtype != torch.float64,
     triton_if=lambda y, z, u, *_: u.dim() < 3 or 1 <= u.shape[1] <= _TRITON_RANKS,
 )

@@ -15,65 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _LIBRARY = Path(__file__).with_name("_native.so")
-
-
-def _inversion(like: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The results for rows like these, in fp64 where a tensor is."""
-    is_wide = torch.float64 in (like.dtype, *(x.dtype for x in others))
-    rows = like.shape[:1]
-    return (
-        like.new_empty(like.shape, dtype=torch.float64 if is_wide else torch.float32),
-        like.new_empty(rows, dtype=torch.float64),
-        like.new_empty(like.shape, dtype=torch.float64),
-        like.new_empty(rows, dtype=torch.int8),
-        like.new_empty(rows, dtype=torch.int32),
-    )
-
-
-def _direction(z: Tensor, wide: bool = False) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if wide else torch.float32
-    return z.new_empty(z.shape, dtype=dtype), z.new_empty(z.shape[:1], dtype=dtype)
-
-
-def _norm_pair(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    delta = hidden.new_empty((hidden.shape[0] // 2, hidden.shape[1]), dtype=torch.float32)
-    return hidden.new_empty(hidden.shape), delta, *_direction(delta)
-
-
-def _product(
-    x: Tensor, size: tuple[int, ...] | torch.Size, out_dtype: torch.dtype | None
-) -> Tensor:
-    return x.new_empty(size, dtype=out_dtype or x.dtype)
-
-
-_FAKES: dict[str, Callable[..., Any]] = {
-    "invert_rmsnorm": lambda target, *_, **__: _inversion(target),
-    "stable_scale": lambda delta, scale, hidden_down, *_, **__: _inversion(
-        delta, scale, hidden_down
-    ),
-    "patched_linear": lambda z, weight, u=None, v=None, bias=None, index=None, out_dtype=None: (
-        _product(z, (z.shape[0], weight.shape[0]), out_dtype)
-    ),
-    "record_linear": lambda z_pair, weight, v, bias=None: (
-        z_pair.new_empty((z_pair.shape[0], weight.shape[0])),
-        z_pair.new_empty((z_pair.shape[0] // 2, weight.shape[0]), dtype=torch.float32),
-    ),
-    "add_low_rank": lambda y, z, u, v, index=None, out_dtype=None: _product(y, y.shape, out_dtype),
-    "expert_linear": lambda x, weight, expert, bias=None, out_dtype=None: _product(
-        x, (*expert.shape, weight.shape[1]), out_dtype
-    ),
-    "read_direction": _direction,
-    "rms_norm": lambda x, *_, **__: x.new_empty(x.shape),
-    "norm_pair": _norm_pair,
-    "gated_product": lambda gate, *_, **__: gate.new_empty(gate.shape),
-    "decode_attention": lambda query, _key, value, *_, **__: query.new_empty(
-        (*query.shape[:2], value.shape[-1])
-    ),
-}
-"""The shapes and dtypes that the ops return, for torch.compile and for meta tensors."""
 
 
 def _load() -> str | None:
@@ -88,18 +31,10 @@ def _load() -> str | None:
         torch.ops.load_library(str(_LIBRARY))
     except OSError as error:
         return f"it does not load: {error}"
-    missing = [name for name in _FAKES if not hasattr(torch.ops.icl_patch, name)]
-    return (
-        f"it was built from other sources, without {', '.join(missing)}: install again"
-        if missing
-        else None
-    )
+    return None
 
 
 _lacking = _load()
-
-is_loaded = _lacking is None
-"""Whether there is a library; :func:`serves` says for which devices."""
 
 
 def _text(name: str) -> str:
@@ -165,22 +100,11 @@ def _warn(device_type: str) -> None:
     )
 
 
-def _register_fake(name: str, results: Callable[..., Any]) -> None:
-    """Tell torch the shapes and dtypes of an op's results. Torch also asks if meta tensors are
-    mixed with others: that is an error.
-    """
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        devices = {x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
-        if len(devices) > 1:
-            raise RuntimeError(
-                f"expected tensors on one device, got {', '.join(sorted(map(str, devices)))}"
-            )
-        return results(*args, **kwargs)
-
-    torch.library.register_fake(f"icl_patch::{name}", checked)
-
-
-if _lacking is None:
-    for _name, _results in _FAKES.items():
-        _register_fake(_name, _results)
+def op(name: str, results: Callable[..., Any]) -> Any:
+    """An op of the library; None without it. ``results`` gives empty tensors like the op's."""
+    if _lacking is not None:
+        return None
+    if not hasattr(torch.ops.icl_patch, name):
+        raise ImportError(f"{_LIBRARY} was built from other sources, without {name}: install again")
+    torch.library.register_fake(f"icl_patch::{name}", results)
+    return getattr(torch.ops.icl_patch, name).default

@@ -56,7 +56,7 @@ def rms_norm(
 
     Source: Goldwaser et al. (2025), Lemma 10, with the scale per row.
     """
-    return _rms_norm.native_first(x, scale, eps, scale_offset, cast_first)
+    return _rms_norm(x, scale, eps, scale_offset, cast_first)
 
 
 def norm_pair(
@@ -86,9 +86,7 @@ def norm_pair(
 
     Source: Goldwaser et al. (2025), Lemma 6 and Theorem 1.
     """
-    z_pair, delta, *direction = _norm_pair.native_first(
-        hidden, weight, eps, scale_offset, cast_first
-    )
+    z_pair, delta, *direction = _norm_pair(hidden, weight, eps, scale_offset, cast_first)
     return NormPair(z_pair, delta, Direction(*direction))
 
 

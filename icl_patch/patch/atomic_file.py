@@ -1,16 +1,16 @@
 """Writing a file that appears whole or not at all."""
 
 import errno
-import fcntl
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 _MARK = ".icl-patch-"  # begins the names of temporary files, which are short
+_ABANDONED = 600  # seconds
 
 
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
@@ -31,10 +31,9 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memor
 
 def _write(target: Path, parts: Iterable[bytes | memoryview]) -> None:
     permissions = _permissions(target)
-    # the owner can write, so that what is left behind can be locked and removed
-    mode = 0o666 if permissions is None else permissions | stat.S_IWUSR
-    temporary, file = _open_temporary(target, mode)
-    with file:
+    temporary = target.with_name(_MARK + secrets.token_hex(8))
+    mode = 0o666 if permissions is None else permissions
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         try:
             for part in parts:
                 file.write(part)
@@ -60,22 +59,10 @@ def _permissions(target: Path) -> int | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in a folder; a running process holds a
-    lock on the one that it writes. Without locks in the file system they stay.
+    """Remove the temporary files of a folder that nobody has written to for ten minutes: killed
+    processes have left them.
     """
     for leftover in folder.glob(f"{_MARK}*"):
-        with suppress(OSError), leftover.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            leftover.unlink()
-
-
-def _open_temporary(target: Path, mode: int) -> tuple[Path, BinaryIO]:
-    """A new file beside the target, locked."""
-    while True:
-        temporary = target.with_name(_MARK + secrets.token_hex(8))
-        file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            return temporary, file
-        file.close()  # another process removed it before it was locked
+        with suppress(FileNotFoundError):  # another process removes them too
+            if time.time() - leftover.stat().st_mtime > _ABANDONED:
+                leftover.unlink()

@@ -327,14 +327,13 @@ class ContextPatch:
         may be of an earlier version, which read a block otherwise.
         """
         for block, own in zip(blocks, self.blocks, strict=False):
-            names = own.differences(block)
-            if names:
-                first = names[0]
-                raise PatchFormatError(
-                    f"expected a patch of blocks as this version reads them, with {first}"
-                    f" {getattr(block.spec, first)} in {block.path}, got one with"
-                    f" {getattr(own.spec, first)}: compute the patch again"
-                )
+            for name, found in vars(own.spec).items():
+                if found != (expected := getattr(block.spec, name)):
+                    raise PatchFormatError(
+                        f"expected a patch of blocks as this version reads them, with {name}"
+                        f" {expected} in {block.path}, got one with {found}: compute the patch"
+                        " again"
+                    )
 
     def check_tokenizer(self, fingerprint: str) -> None:
         """Raises FingerprintMismatch if the patch records another tokenizer than this hash."""

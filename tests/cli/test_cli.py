@@ -408,4 +408,4 @@ def test_the_version_names_the_native_library() -> None:
     command = [sys.executable, "-P", "-m", "icl_patch", "--version"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert shown.startswith("icl-patch ")
-    assert f"native library: {'yes' if native.is_loaded else 'no'}" in shown
+    assert f"native library: {'yes' if native.cpu_instructions else 'no'}" in shown

@@ -17,8 +17,9 @@ from support.numeric import UNIT, normal, same_bits, seeded, within_roundings
 from torch import Tensor
 
 from icl_patch import kernels
-from icl_patch.kernels import INTERPRETED
 from icl_patch.kernels.ops.linear import launch_linear
+from icl_patch.kernels.runtime.config import config_for
+from icl_patch.kernels.runtime.launching import INTERPRETED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,7 +119,7 @@ def test_a_captured_graph_follows_its_factors(layout: str, rows: int) -> None:
 
 def test_captured_programs_that_share_outputs() -> None:
     """Two graphs at a time, and launches beside them."""
-    config = replace(kernels.config_for("", torch.bfloat16, 640, "gemv"), splits=4, pdl=True)
+    config = replace(config_for("", torch.bfloat16, 640, "gemv"), splits=4, pdl=True)
     case = linear_case("row", (2, 640, 5000), 1, torch.bfloat16)
     expected = launch_linear(**case.arguments, config=config)
     out: list[Tensor] = []

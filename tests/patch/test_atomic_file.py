@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,7 +95,10 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1
+    [leftover] = tmp_path.iterdir()
+    remove_leftovers(tmp_path)
+    assert leftover.exists()  # a process may be writing it
+    os.utime(leftover, (0, time.time() - 601))
     remove_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -137,31 +141,3 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
             write_atomically(path, [b"new"])
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "fifo", tmp_path / "loop"]
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are written all the same; leftovers stay, since nobody can tell whose they are."""
-
-    def flock(_file: object, _operation: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    (tmp_path / ".icl-patch-1").touch()
-    monkeypatch.setattr("icl_patch.patch.atomic_file.fcntl.flock", flock)
-    write_atomically(tmp_path / "p", [b"content"])
-    remove_leftovers(tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == [".icl-patch-1", "p"]
-
-
-def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[Path] = []
-
-    def flock(_file: object, _operation: int) -> None:
-        if not taken:
-            taken.extend(tmp_path.iterdir())
-            taken[0].unlink()
-
-    monkeypatch.setattr("icl_patch.patch.atomic_file.fcntl.flock", flock)
-    write_atomically(tmp_path / "p", [b"content"])
-    assert taken and (tmp_path / "p").read_bytes() == b"content"

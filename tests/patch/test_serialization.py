@@ -156,7 +156,6 @@ MADE_UP: dict[str, tuple[Change, str]] = {
     ),
     "format 1": (entry("format", 1), "expected patch format 2, got 1: compute the patch again"),
     "a static patch": (entry("kind", "static"), "expected kind 'per_token', got 'static'"),
-    "no device": (entry("tensor_parallel", 0), "expected tensor_parallel of .* ≥ 1, got 0"),
     "a number as update": (entry("update", 3), "expected update of <class 'str'>, got 3"),
     "missing": (lambda _, x: x.pop("layers.1.readers.v"), r"KeyError\('layers\.1\.readers\.v'\)"),
     "extra": (lambda _, x: x.update(extra=torch.zeros(1)), "15 tensors, of which some are unknown"),

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -300,7 +301,9 @@ def test_further_rows_and_duplicates(
 ) -> None:
     """Only what is new is computed; equal rows share a patch."""
     folder = shutil.copytree(extracted, tmp_path / "more")
-    (folder / "shards" / ".icl-patch-1").touch()  # a killed process left it
+    leftover = folder / "shards" / ".icl-patch-1"
+    leftover.touch()  # a process that was killed long ago left it
+    os.utime(leftover, (0, 0))
     more = [*ROWS[:5], {"context": "new", "kept": "row"}, *ROWS, {"context": "new", "kept": "row"}]
     summary = scale.extract_dataset(
         patcher, write_json_lines(tmp_path / "more.jsonl", more), folder, batching=SMALL

@@ -14,7 +14,7 @@ from support.backend_checks import check_backend
 from support.guard_pages import status_of_child
 
 from icl_patch.bench import tuning
-from icl_patch.kernels import Config
+from icl_patch.kernels.runtime.config import Config
 
 interpreter.prepare()
 
@@ -55,7 +55,8 @@ def test_a_tuned_configuration_is_checked(
 ) -> None:
     weight = torch.randn(17, 70).bfloat16() / 8
     config = Config(True, 16, 32, 128, 4, 2)
-    tuning.check(weight, 2, 1, config)
+    operands = tuning.random_operands((17, 70), 2, 1, weight.dtype, weight.device)
+    tuning.check(weight, operands, config)
     right, calls = tuning.launch_linear, []
 
     def launch(z: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
@@ -64,4 +65,4 @@ def test_a_tuned_configuration_is_checked(
 
     monkeypatch.setattr(tuning, "launch_linear", launch)
     with pytest.raises(AssertionError, match=said):
-        tuning.check(weight, 2, 1, config)
+        tuning.check(weight, operands, config)

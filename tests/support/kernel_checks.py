@@ -25,12 +25,12 @@ from support.row_ops import unit
 from torch import Tensor
 
 from icl_patch import kernels
-from icl_patch.kernels import INTERPRETED, Config, config_for
 from icl_patch.kernels.ops.coefficients import plan_coefficients
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
-from icl_patch.kernels.runtime.config import gpu_name
+from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
+from icl_patch.kernels.runtime.launching import INTERPRETED
 
 if INTERPRETED:
     interpreter.prepare()

@@ -58,6 +58,15 @@ def add_segments(x, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
+def row_offsets(SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
+    """The offsets (SEGMENTS, WIDTH) of the first WIDTH elements of every segment of a row."""
+    return (
+        tl.arange(0, SEGMENTS).to(tl.int64)[:, None] * (LANES * CHUNKS)
+        + tl.arange(0, WIDTH)[None, :]
+    )
+
+
+@triton.jit
 def _coefficient_kernel(
     z_ptr,
     v_ptr,
@@ -81,10 +90,7 @@ def _coefficient_kernel(
     if HAS_INDEX:
         row = tl.load(index_ptr + m).to(tl.int64)
     stop = tl.where(row >= 0, K, 0)
-    first = (
-        tl.arange(0, SEGMENTS).to(tl.int64)[:, None] * (LANES * CHUNKS)
-        + tl.arange(0, LANES)[None, :]
-    )
+    first = row_offsets(SEGMENTS, LANES)
     partial = tl.zeros((SEGMENTS, LANES), tl.float32)
     for j in tl.range(0, STEPS, UNROLL):
         for i in tl.static_range(UNROLL):

@@ -12,6 +12,7 @@ from icl_patch.kernels.ops.coefficients import (
     add_segments,
     log2,
     pair_sum,
+    row_offsets,
     segments_of,
     steps_of,
 )
@@ -19,15 +20,6 @@ from icl_patch.kernels.runtime.launching import Launch, Memory, operator, power_
 
 TINY = tl.constexpr(2.0**-126)
 HUGE = tl.constexpr(3.4028234663852886e38)
-
-
-@triton.jit
-def row_offsets(SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The offsets (SEGMENTS, WIDTH) of the first WIDTH elements of every segment of a row."""
-    return (
-        tl.arange(0, SEGMENTS).to(tl.int64)[:, None] * (LANES * CHUNKS)
-        + tl.arange(0, WIDTH)[None, :]
-    )
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r`` in one pass over W."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ def product_path(rows: int) -> str:
     return GEMV if rows <= GEMV_ROWS else GEMM
 
 
-@cache
 def blocks(config: Config, rows: int, record: bool) -> tuple[int, int]:
     """Rows and outputs per program. With multiply-adds they depend on the number of rows, which
     does not change a row's bits.
@@ -68,12 +66,12 @@ def sums_coefficients(config: Config, rows: int, rank: int) -> bool:
 def plan_linear(
     z: Tensor,
     weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
     dtype: torch.dtype,
     config: Config,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
     *,
     record: bool = False,
     second: Tensor | None = None,
@@ -181,9 +179,6 @@ def _plan(
     path: str | None,
     config: Config | None = None,
 ) -> Callable[..., Tensor]:
-    if u is not None and not len(u):  # an empty pool: no row has a patch
-        plain = _plan(z, weight, None, None, bias, None, out_dtype, path, config)
-        return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
     if u is not None and v is not None and u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
     config = config or config_for(
@@ -192,7 +187,7 @@ def _plan(
     before = None
     if v is not None and not sums_coefficients(config, len(z), v.shape[1]):
         before = plan_coefficients(z, v, index)
-    launch = plan_linear(z, weight, u, v, bias, index, out_dtype or z.dtype, config)
+    launch = plan_linear(z, weight, out_dtype or z.dtype, config, u, v, bias, index)
 
     def call(*tensors: Tensor | None) -> Any:
         z, weight, u, v, bias, index = tensors

@@ -75,10 +75,6 @@ def _plan(
     y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
 ) -> Callable[..., Tensor]:
     dtype = out_dtype or y.dtype
-    if not len(u):  # an empty pool: no row has a patch
-        return lambda y, z, u, v, index: y.to(
-            dtype, copy=True, memory_format=torch.contiguous_format
-        )
     u, v = (factor if factor.dim() == 3 else factor.unsqueeze(1) for factor in (u, v))
     before, launch = plan_coefficients(z, v, index), plan_low_rank(y, u, index, dtype)
     return lambda y, z, u, v, index: launch(y, u, index, before(z, v, index))

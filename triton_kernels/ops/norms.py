@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from icl_patch.checks import check_norm_pair, check_rms_norm
-from icl_patch.kernels.ops.coefficients import LANE_BITS, LANES, add_segments, pair_sum
+from icl_patch.kernels.ops.coefficients import LANE_BITS, LANES, add_segments, pair_sum, row_offsets
 from icl_patch.kernels.ops.direction import (
     along,
     direction_outputs,
@@ -17,7 +17,6 @@ from icl_patch.kernels.ops.direction import (
     narrowed,
     norm2,
     row_blocks,
-    row_offsets,
     row_warps,
     sum_all,
 )

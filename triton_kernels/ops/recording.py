@@ -9,7 +9,7 @@ from torch import Tensor
 from icl_patch.checks import check_record_linear
 from icl_patch.kernels.ops.linear import plan_linear, product_path
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
-from icl_patch.kernels.runtime.launching import cached_launch, check_served, define, needs_op
+from icl_patch.kernels.runtime.launching import cached_launch, define, needs_op
 
 
 def launch_record(
@@ -47,9 +47,8 @@ def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tenso
         pair = alike[i : i + 2].count(alike[i]) == 2
         (weight, bias), second = maps[i], maps[i + 1][0] if pair else None
         launch = plan_linear(
-            z_pair, weight, None, None, bias, None, z_pair.dtype, configs[i], record=True,
-            second=second,
-        )  # fmt: skip
+            z_pair, weight, z_pair.dtype, configs[i], bias=bias, record=True, second=second
+        )
         runs.append((slice(2 * i, 2 * (i + 1 + pair)), launch))
         i += 1 + pair
 
@@ -64,8 +63,7 @@ def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tenso
 
 
 def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor) -> None:
-    check_served(z_pair, weight, bias, coeff)
-    check_record_linear(z_pair, weight, bias)
+    check_record_linear(z_pair, weight, bias=bias)
     rows = z_pair.shape[0] // 2
     good = coeff.shape == (rows, 1) and coeff.dtype == torch.float32 and coeff.is_contiguous()
     if not (good and coeff.device == z_pair.device):

@@ -13,7 +13,6 @@ from importlib.resources import files
 import torch
 
 GEMV, GEMM = "gemv", "gemm"
-PATHS = (GEMV, GEMM)
 GEMV_ROWS = 16
 """The path ``gemv`` serves up to so many rows, and reads the weight once for all of them;
 ``gemm`` serves more.
@@ -70,11 +69,6 @@ class TunedConfig:
     max_n: int | None
     config: Config
 
-    def covers(self, path: str, dtype: str, n: int) -> bool:
-        """Whether it is meant for this many outputs."""
-        within = self.max_n is None or n <= self.max_n
-        return self.path == path and self.dtype == dtype and within
-
 
 def slug(gpu: str) -> str:
     """The name of a GPU's data file: ``NVIDIA H200`` is ``nvidia-h200``."""
@@ -83,20 +77,13 @@ def slug(gpu: str) -> str:
 
 def parse(text: str) -> tuple[TunedConfig, ...]:
     """The entries of a data file."""
-    entries = []
-    for item in json.loads(text)["entries"]:
-        path, dtype, max_n = (item.pop(name) for name in ("path", "dtype", "max_n"))
-        entries.append(TunedConfig(path, dtype, max_n, Config(**item)))
-    return tuple(entries)
+    items = json.loads(text)["entries"]
+    return tuple(TunedConfig(**item | {"config": Config(**item["config"])}) for item in items)
 
 
 def dump(head: dict[str, object], entries: tuple[TunedConfig, ...]) -> str:
     """The text of a data file, which :func:`parse` reads; head: its other values by name."""
-    items = [
-        {"path": entry.path, "dtype": entry.dtype, "max_n": entry.max_n} | asdict(entry.config)
-        for entry in entries
-    ]
-    return json.dumps(head | {"entries": items}, indent=1) + "\n"
+    return json.dumps(head | {"entries": [*map(asdict, entries)]}, indent=1) + "\n"
 
 
 def data_files(capability: int | None = None) -> dict[str, tuple[TunedConfig, ...]]:
@@ -136,7 +123,8 @@ def config_for(gpu: str, dtype: torch.dtype, n: int, path: str) -> Config:
         LookupError: no entry serves the shape.
     """
     for entry in entries_for(gpu):
-        if entry.covers(path, DTYPES[dtype], n):
+        serves = entry.max_n is None or n <= entry.max_n
+        if serves and (entry.path, entry.dtype) == (path, DTYPES[dtype]):
             return entry.config
     raise LookupError(f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, {path}")
 

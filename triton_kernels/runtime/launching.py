@@ -18,9 +18,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 imported.
 """
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
 Memory = tuple[tuple[int, ...], torch.dtype]  # the size and dtype of a tensor
 
 
@@ -154,28 +151,11 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def check_served(*tensors: Tensor | None) -> None:
-    """All tensors are where kernels run, and the floating ones fp32, bf16 or fp16.
-
-    Raises:
-        TypeError: a dtype is another.
-        ValueError: a tensor is elsewhere.
-    """
-    device = "cpu" if INTERPRETED else "cuda"
-    for x in tensors:
-        if x is None:
-            continue
-        if x.device.type != device and not torch.compiler.is_compiling():
-            raise ValueError(f"expected tensors on {device}, got {x.device}")
-        if x.is_floating_point() and x.dtype not in FLOATS:
-            raise TypeError(f"expected fp32, bf16 or fp16, got {x.dtype}")
-
-
 def needs_op(*tensors: Tensor | None) -> bool:
     """Whether a call must go through torch's dispatcher.
 
-    True under torch.compile and other tracers, on fake tensors, for gradients, and for tensors with
-    a pending negation.
+    True under torch.compile and other tracers, on fake tensors, and for tensors with a pending
+    negation.
     """
     if (
         torch.compiler.is_compiling()
@@ -183,15 +163,10 @@ def needs_op(*tensors: Tensor | None) -> bool:
         or torch._C._is_tracing()
     ):
         return True
-    gradients = torch.is_grad_enabled()
     for x in tensors:  # not any(): this runs before every launch of a decode step
         if x is None:
             continue
-        if (
-            type(x) not in (Tensor, torch.nn.Parameter)
-            or (gradients and x.requires_grad)
-            or x.is_neg()
-        ):
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg():
             return True
     return False
 
@@ -214,7 +189,7 @@ def define(name: str, schema: str, fake: Callable[..., Any], launch: Callable[..
 
 
 def operator(
-    check: Callable[..., None], plan: Callable[..., Callable[..., Any]]
+    check: Callable[..., object], plan: Callable[..., Callable[..., Any]]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make an operator of a function. Its body runs on fake tensors alone and gives the outputs'
     sizes and dtypes; its annotations give the schema.
@@ -237,12 +212,8 @@ def operator(
             bound.apply_defaults()
             return bound.args
 
-        def checked(*arguments: Any) -> None:
-            check_served(*arguments[:count])
-            check(*arguments)
-
         def checked_plan(*arguments: Any) -> Callable[..., Any]:
-            checked(*arguments)
+            check(*arguments)
             return plan(*arguments)
 
         def launch(*arguments: Any) -> Any:
@@ -258,7 +229,7 @@ def operator(
             if named or len(arguments) < total:
                 arguments = complete(*arguments, **named)
             if needs_op(*arguments[:count]):
-                checked(*arguments)
+                check(*arguments)
                 return packet(*arguments)
             return launch(*arguments)
 
