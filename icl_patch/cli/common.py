@@ -10,17 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from rich.progress import MofNCompleteColumn, Progress
+from rich.status import Status
 
 if TYPE_CHECKING:
     import torch
@@ -123,12 +114,17 @@ def add_max_new_tokens(parser: argparse.ArgumentParser, default: int, meaning: s
     )
 
 
-def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add a context, its question and ``--chat``, for :func:`context_text` and :func:`prompt_text`;
-    without a default the command requires the first two.
+def add_prompt(
+    parser: argparse.ArgumentParser, default: str | None = None
+) -> "argparse._MutuallyExclusiveGroup":
+    """Add a context, its question and ``--chat``, for :func:`read_prompt`, which requires the first
+    two, or with a default for :func:`prompt_text`.
+
+    Returns:
+        The options of which one gives the context.
     """
     required = default is None
-    source = parser.add_mutually_exclusive_group()
+    source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument(
         "--context",
         metavar="TEXT",
@@ -153,28 +149,19 @@ def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> N
         action="store_true",
         help="a chat by the tokenizer's template: the context begins the user's message",
     )
-
-
-def check_prompt(options: argparse.Namespace, *others: str) -> None:
-    """Raises ValueError unless the options give a context and its question.
-
-    others: options that the command takes in place of a context.
-    """
-    if options.context is options.context_file is options.system is None:
-        *names, last = ("--context", "--context-file", "--system", *others)
-        raise ValueError(f"expected one of {', '.join(names)} and {last}")
-    if options.question is None:
-        raise ValueError("expected --question, the text after the context")
+    return source
 
 
 def read_prompt(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> "Prompt":
     """The prompt that the options give, with its context and without it.
 
     Raises:
-        ValueError: as :func:`icl_patch.models.prompts.make_prompt`.
+        ValueError: no question; or as :func:`icl_patch.models.prompts.make_prompt`.
     """
     from icl_patch.models.prompts import make_prompt
 
+    if options.question is None:
+        raise ValueError("expected --question, the text after the context")
     return make_prompt(
         tokenizer,
         options.question,
@@ -184,11 +171,13 @@ def read_prompt(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase
     )
 
 
-def add_dataset(group: "argparse._ActionsContainer") -> None:
-    """Add ``--dataset`` and its columns, for :func:`dataset_columns`."""
-    group.add_argument(
+def add_dataset(
+    group: "argparse._ArgumentGroup", source: "argparse._MutuallyExclusiveGroup"
+) -> None:
+    """Add ``--dataset``, in place of a context, and its columns, for :func:`dataset_columns`."""
+    source.add_argument(
         "--dataset",
-        type=_existing,
+        type=Path,
         metavar="FILE|FOLDER",
         help="JSON lines, Parquet, a folder of them, or one that Dataset.save_to_disk wrote",
     )
@@ -202,13 +191,6 @@ def add_dataset(group: "argparse._ActionsContainer") -> None:
     group.add_argument(
         "--kept-column", metavar="NAME", help="of the texts after the contexts (default: kept)"
     )
-
-
-def _existing(text: str) -> Path:
-    """A path at which there is something."""
-    if not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"expected a data set, there is no {text!r}")
-    return Path(text)
 
 
 def dataset_columns(options: argparse.Namespace, task: str | None = None) -> "Columns":
@@ -424,42 +406,19 @@ def import_torch() -> Any:
     return torch
 
 
-@contextmanager
-def stage(title: str) -> Iterator[None]:
+def stage(title: str) -> Status:
     """A labelled spinner on stderr if that is a terminal, for work that cannot be counted."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(title):
-        yield
-
-
-class _RateColumn(ProgressColumn):
-    """How many a second."""
-
-    def render(self, task: Task) -> Text:
-        """The rate of the last half minute."""
-        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
+    return Console(stderr=True).status(title)
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _RateColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -75,9 +75,8 @@ def run(options: argparse.Namespace) -> int:
     }
     report.write_json(data, result)
     exact = next(one for one in verified if (one.update, one.dtype) == ("exact", "bfloat16"))
-    generated = [step.token_id for step in exact.steps[:new]]
-    answer = demo.up_to_the_end(model, tokenizer, generated, one_line=chosen[0].kind != "chat")
-    figures.plot(exact, [str(tokenizer.decode([token])) for token in answer], figure)
+    tokens = [str(tokenizer.decode([step.token_id])) for step in exact.steps[:new]]
+    figures.plot(exact, tokens, figure)
     shown: list[Any] = [_examples(answers), *([] if name else [_accuracy(answers)])]
     if options.verbose:
         tables = report.verify_tables(verified)

@@ -35,11 +35,6 @@ class ReportTable:
     columns: list[str]
     rows: list[list[str]]
 
-    @property
-    def note(self) -> str | None:
-        """Stands below the table."""
-        return FLOOR_NOTE if any("0 here" in row for row in self.rows) else None
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         upright = self._drawn(self.columns, [list(map(Text, row)) for row in self.rows])
         named = [
@@ -53,8 +48,8 @@ class ReportTable:
         yield exchanged if other < width > options.max_width else upright
 
     def _drawn(self, columns: list[str], rows: list[list[Text]], **options: Any) -> Table:
-        options |= {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
-        drawn = Table(title=Text(self.title), caption=self.note, **options)
+        options |= {"title_justify": "left", "title_style": "bold"}
+        drawn = Table(title=Text(self.title), **options)
         for column in columns:
             drawn.add_column(column, overflow="fold")
         for row in rows:
@@ -85,10 +80,9 @@ def format_value(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-FLOOR_NOTE = "0 here: batching happened to round alike; other sizes and machines differ"
-"""Stands below tables with a noise floor of 0."""
-
 LEGEND = {
+    "floor L∞": "the noise: how much the unmodified model's own logits differ when only batching or"
+    " caching changes. 0 here: batching happened to round alike; other sizes and machines differ",
     "reader error": "the largest difference, to the run with the context, in the outputs of the"
     " layers that read the MLP's input, relative to the largest output",
     "correction": "how much exact adds to the closed form, so that no bit differs; as small as"
@@ -226,8 +220,7 @@ def support_markdown() -> str:
 
 def to_markdown(table: ReportTable) -> str:
     """A table as Markdown, under its title."""
-    lines = markdown(table.columns, table.rows)
-    return f"## {table.title}\n\n{lines}\n" + (f"\n{table.note}\n" if table.note else "")
+    return f"## {table.title}\n\n{markdown(table.columns, table.rows)}\n"
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -153,7 +153,7 @@ NOTHING = {
     "task": (ROWS[:1], {"columns": Columns(task="kind")}, "none: row 0: expected a column 'kind'"),
     "short": ([{"context": "a", "kept": "b"}], {"keep_last": 2}, "more than 3 tokens, got 3"),
     "steps": (ROWS[:1], {"max_new_tokens": 0}, "expected max_new_tokens ≥ 1"),
-    "rows": (ROWS[:1], {"batch_rows": 0}, "batch_rows ≥ 1, got 50, 0 and 0"),
+    "rows": (ROWS[:1], {"batch_rows": 0}, "expected batch_rows ≥ 1, got 0"),
     "update": (ROWS[:1], {"update": "good"}, "expected update direct, stable, exact"),
 }
 
