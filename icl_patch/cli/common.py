@@ -341,7 +341,7 @@ def load_static(
     if header.get("kind") != "static":
         raise ValueError(
             f"expected a static patch, got {options.patch}, a patch of one change per token:"
-            " icl-patch fit makes a static one"
+            " icl-patch fit makes a static one, icl-patch replay runs this one"
         )
     model, tokenizer = load_for_patch(options, header)
     return model, tokenizer, StaticPatch.load(options.patch, model, tokenizer)
