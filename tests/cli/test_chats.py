@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import run
 from transformers import GenerationMixin
 
 from icl_patch import ContextPatch, ContextPatcher, embedded
-from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.verify import verify
 from icl_patch.models.prompts import encode
@@ -45,12 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     shutil.copytree(embedded.MODEL_DIR, path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return str(path)
-
-
-def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
-    status = cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

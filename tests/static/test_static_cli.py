@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import run
 from support.full_disk import full_disk
 
 from icl_patch import ContextPatcher, embedded
 from icl_patch.cli import fit
-from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
 from icl_patch.patch.fingerprints import tokenizer_fingerprint
 from icl_patch.patch.serialization import read_file
@@ -27,12 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [x.context + x.question + x.answer for x in prompts if "german" not in x.context]
     (path / "texts.json").write_text(json.dumps(texts))
     return path
-
-
-def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
-    status = cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 @pytest.fixture
