@@ -12,17 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.invariance.arithmetic import MODEL
-
-# The block's last operation, by its writer.
-_ENDS = {
-    "scale": "`m ⊙ Norm(W h)`",
-    "weight": "`W h`",
-    "bias": "`W h + b`",
-    "experts": "`Σ s_j W_j h_j`",
-}
 
 
 @dataclass(frozen=True)
@@ -204,18 +195,6 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[ReportTable]:
     ]
     title = "Exact steps by arithmetic; token match and L∞ max are against the unmodified model"
     return [*tables, table_of(title, exact_records)] if exact_records else tables
-
-
-def support_markdown() -> str:
-    """The families by their blocks' last operation, then the refused ones, as a Markdown table."""
-    rows = []
-    for writer, ends in _ENDS.items():
-        names = ", ".join(
-            name for name, model in tiny_models.SUPPORTED.items() if model.writer == writer
-        )
-        rows.append([ends, names, ""])
-    rows += [["", name, model.note] for name, model in tiny_models.REFUSED.items()]
-    return markdown(["the block ends in", "families", "refused because"], rows)
 
 
 def to_markdown(table: ReportTable) -> str:
