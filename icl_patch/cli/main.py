@@ -24,7 +24,6 @@ from typing import NoReturn
 from icl_patch._version import __version__
 from icl_patch.cli import (
     apply,
-    common,
     demo,
     export,
     extract,
@@ -110,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=command.HELP, description=command.HELP.capitalize() + "."
         )
-        common.add_json(subparser)
+        subparser.add_argument(
+            "--json", action="store_true", help="print one JSON object instead of tables"
+        )
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

@@ -1,9 +1,10 @@
 """A patch for every row of a data set, shard by shard."""
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,7 @@ from icl_patch.scale.rows import Columns, Reject, Row, read_rows
 from icl_patch.scale.run import Contents, finished_ids, open_run
 
 _GROUP = 8  # batches' rows, which one process tokenizes and cuts into batches
-# Rows that are sorted by length: their texts are in memory.
-_WINDOW_ROWS = 4096
-_WINDOW_CHARACTERS = 2**25
+_WINDOW = 1024  # rows that are sorted by length: their texts are in memory
 _SAMPLE = 256  # the first rows, of which one must be right, and whose tokens are counted
 _VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
@@ -143,7 +142,7 @@ def extract_dataset(
     """Compute and write a patch for every row of a data set.
 
     The rows are read as a stream: in memory are the ids of all rows, or the reasons of those
-    without a patch, the texts of at most 4096, and the patches of one batch, whose rows have
+    without a patch, the texts of at most 1024, and the patches of one batch, whose rows have
     similar lengths. A stopped run goes on where it was: a patch in the index is there, whole, and
     is not computed again. Rows that cannot have a patch go to a file of rejects with the reason.
 
@@ -225,24 +224,11 @@ def _groups(dataset: Path, columns: Columns, size: int, rejects: _Rejects) -> It
     The groups do not depend on which patches are there, so that a continued run has the batches of
     one that was not stopped.
     """
-    for window in _windows(_distinct(dataset, columns, rejects)):
+    rows = _distinct(dataset, columns, rejects)
+    while window := list(itertools.islice(rows, _WINDOW)):
         window.sort(key=lambda row: (len(row.kept), len(row.context)))
         for start in range(0, len(window), size):
             yield window[start : start + size]
-
-
-def _windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows, as many at a time as may be in memory."""
-    window: list[Row] = []
-    characters = 0
-    for row in rows:
-        window.append(row)
-        characters += len(row.kept) + len(row.context)
-        if len(window) == _WINDOW_ROWS or characters >= _WINDOW_CHARACTERS:
-            yield window
-            window, characters = [], 0
-    if window:
-        yield window
 
 
 def _distinct(dataset: Path, columns: Columns, rejects: _Rejects) -> Iterator[Row]:
