@@ -20,13 +20,11 @@ _ANSWERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="local folder or hub id of a model to answer six prompts with, chats with a system"
-        " message among them (default: the embedded model on held-out prompts)",
+    meaning = (
+        "local folder or hub id of a model to answer six prompts with, chats with a system message"
+        " among them (default: the embedded model on held-out prompts)"
     )
+    common.add_model(parser, meaning, of_patch=True)
     parser.add_argument(
         "--prompts",
         type=common.positive,
@@ -42,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder to write report.json and the picture exactness.png to",
     )
     common.add_verbose(parser)
-    parser.set_defaults(revision=None, dtype=None, device=None, seed=0)
 
 
 def run(options: argparse.Namespace) -> int:
