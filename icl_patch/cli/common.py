@@ -282,21 +282,13 @@ def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedToken
 
 
 def read_header(options: argparse.Namespace) -> dict[str, Any]:
-    """The header of the file ``--patch``.
-
-    Raises:
-        ValueError: there is no such file. PatchFormatError: it is no patch file.
+    """The header of the file ``--patch``; raises as
+    :func:`icl_patch.patch.serialization.read_file`.
     """
-    path: Path = options.patch
-    if path.is_dir():
-        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))[:3]) or "none"
-        raise ValueError(f"expected a patch file, got the folder {path}; files there: {held}")
-    if not path.exists():
-        raise ValueError(f"expected a patch file, there is no {path}: icl-patch extract writes one")
     with stage("importing torch and transformers"):
         from icl_patch.patch.serialization import read_file
 
-    return read_file(path)[0]
+    return read_file(options.patch)[0]
 
 
 def load_for_patch(
@@ -326,16 +318,14 @@ def load_static(
     """The model, its tokenizer and the static patch ``--patch``.
 
     Raises:
-        ValueError: the file is a patch for each token; or as :func:`load_for_patch`.
+        PatchFormatError: the file is a patch for each token.
+        ValueError: as :func:`load_for_patch`.
     """
     header = read_header(options)
+    from icl_patch.patch.serialization import check_kind
     from icl_patch.static import StaticPatch
 
-    if header.get("kind") != "static":
-        raise ValueError(
-            f"expected a static patch, got {options.patch}, a patch of one change per token:"
-            " icl-patch fit makes a static one, icl-patch replay runs this one"
-        )
+    check_kind(header, "static", "icl-patch replay runs a patch for each token")
     model, tokenizer = load_for_patch(options, header)
     return model, tokenizer, StaticPatch.load(options.patch, model, tokenizer)
 

@@ -165,8 +165,7 @@ def context_report(
         tokens=[decode([step.token_id]) for step in verified.steps],
         sizes=_sizes(patch, [decode([token]) for token in patch.kept_ids[0].tolist()]),
         groups=[
-            _group(decode(context_ids[0, start:stop]), start, stop, measured.get((start, stop)))
-            for start, stop in spans
+            _group(decode(context_ids[0, slice(*span)]), span, measured.get(span)) for span in spans
         ],
     )
 
@@ -188,12 +187,12 @@ def _cut(
     return spans, [span for span in spans if ids[span[0]] not in special]
 
 
-def _group(text: str, start: int, stop: int, changes: Tensor | None) -> Group:
+def _group(text: str, span: tuple[int, int], changes: Tensor | None) -> Group:
     """A group with its changes of the blocks, if there are any."""
     if changes is None:
-        return Group(text, start, stop)
+        return Group(text, *span)
     block = int(changes.argmax())
-    return Group(text, start, stop, float(changes.mean()), block, float(changes[block]))
+    return Group(text, *span, float(changes.mean()), block, float(changes[block]))
 
 
 def _sizes(patch: ContextPatch, tokens: list[str]) -> Sizes:

@@ -144,8 +144,8 @@ ERRORS = [
     ("verify --context a --keep-last 9", 2, "ValueError", "more than 10 tokens"),
     ("verify --chat", 2, "ValueError", "chat template"),
     ("verify --revision main", 2, "ValueError", "no --revision of the embedded model"),
-    ("inspect --patch /nowhere/at/all", 2, "ValueError", "icl-patch extract writes one"),
-    (f"inspect --patch {HERE}", 2, "ValueError", "got the folder"),
+    ("inspect --patch /nowhere/at/all", 2, "FileNotFoundError", "No such file"),
+    (f"inspect --patch {HERE}", 1, "PatchFormatError", "which is a folder or a device"),
     (f"inspect --patch {__file__}", 1, "PatchFormatError", "safetensors"),
     (f"inspect --patch {MODEL_FILE} --device cpu", 2, "ValueError", "expected MODEL with --revis"),
 ]

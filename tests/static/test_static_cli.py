@@ -65,7 +65,7 @@ def test_the_patch_of_a_token_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     out = ("--out", tmp_path / "out")
     for command, *options in (("export", *out), ("apply", *out), ("generate", "--context", ">")):
         status, _, err = run(capsys, command, "--patch", file, *options)
-        assert status == 2 and "expected a static patch, got" in err
+        assert status == 1 and "expected kind 'static', got 'per_token'" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -131,8 +131,8 @@ def test_inspect_shows_a_static_patch(
     assert status == 0
     assert "4 held-out questions" in out
     status, _, err = run(capsys, "replay", "--patch", patch_file)
-    assert status == 2
-    assert "expected a patch of one change per token" in err
+    assert status == 1
+    assert "icl-patch generate read static patches" in err
 
 
 def test_a_refused_fit_writes_nothing(
