@@ -1,7 +1,10 @@
 """``icl-patch demo``: answers with, without and with the patch, verified, and a report of them."""
 
 import argparse
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -84,11 +87,6 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result["passed"] else 1
 
 
-def _of_each_kind(answers: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
-    kinds = dict.fromkeys(row["kind"] for row in answers)
-    return {kind: [row for row in answers if row["kind"] == kind] for kind in kinds}
-
-
 def _examples(answers: list[dict[str, str]]) -> "ReportTable":
     """The first three prompts of every kind."""
     from icl_patch.evaluation import report
@@ -101,8 +99,8 @@ def _examples(answers: list[dict[str, str]]) -> "ReportTable":
             row["question"],
             *(row[answer] for answer in _ANSWERS),
         ]
-        for kind, asked in _of_each_kind(answers).items()
-        for row in asked[:3]
+        for kind, asked in groupby(answers, itemgetter("kind"))
+        for row in islice(asked, 3)
     ]
     return report.table("Answers", [*columns, *_ANSWERS.values()], rows)
 
@@ -112,9 +110,9 @@ def _accuracy(answers: list[dict[str, str]]) -> "ReportTable":
     from icl_patch.evaluation import embedded, report
 
     rows = []
-    for kind, asked in _of_each_kind(answers).items():
-        right = [sum(row[answer] == row["answer"] for row in asked) for answer in _ANSWERS]
-        shares = [*(count / len(asked) for count in right), embedded.CHANCE[kind]]
+    for kind, asked in groupby(answers, itemgetter("kind")):
+        right = [[row[answer] == row["answer"] for answer in _ANSWERS] for row in asked]
+        shares = [*map(mean, zip(*right, strict=True)), embedded.CHANCE[kind]]
         rows.append([kind, *map(report.percent, shares)])
     columns = ["task", *_ANSWERS.values(), "chance"]
     return report.table(f"Whole answer right, of {len(answers)} prompts", columns, rows)

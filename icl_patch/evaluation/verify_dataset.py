@@ -24,7 +24,7 @@ from icl_patch.models.language_model import check_length
 from icl_patch.models.prompts import padded
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale import Columns
-from icl_patch.scale.rows import EncodedRow, Reject, Row, encode_row, read_rows
+from icl_patch.scale.rows import EncodedRow, Reject, encode_row, read_rows
 
 _Z = 1.959964  # 95 % of a normal distribution lie within ± so many standard deviations
 _REASONS = 10  # of rejected rows, in the report
@@ -168,9 +168,17 @@ def verify_dataset(
     def encoded() -> Iterator[EncodedRow]:
         for row in read_rows(dataset, columns):
             try:
-                yield _encoded(loaded, tokenizer, row, columns, keep_last, max_new_tokens)
+                if isinstance(row, Reject):
+                    raise ValueError(row.reason)
+                one = encode_row(loaded, tokenizer, row, columns)
+                length = sum(one.lengths)
+                check_length(loaded, length, max_new_tokens - 1)
+                if length <= keep_last + 1:
+                    raise ValueError(f"expected more than {keep_last + 1} tokens, got {length}")
             except ValueError as error:
                 reasons.append(f"row {row.number}: {error}")
+            else:
+                yield one
 
     def verify_batch(batch: Sequence[EncodedRow]) -> None:
         """All rows; if some row has no patch, each by itself."""
@@ -217,25 +225,6 @@ def verify_dataset(
         tasks=[_task(task, numbers[task]) for task in sorted(filter(None, numbers))],
         total=_task("all", list(itertools.chain(*numbers.values()))),
     )
-
-
-def _encoded(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    row: Row | Reject,
-    columns: Columns,
-    keep_last: int,
-    max_new_tokens: int,
-) -> EncodedRow:
-    """The tokens of a row; raises ValueError if it cannot be verified."""
-    if isinstance(row, Reject):
-        raise ValueError(row.reason)
-    encoded = encode_row(model, tokenizer, row, columns)
-    length = sum(encoded.lengths)
-    check_length(model, length, max_new_tokens - 1)
-    if length <= keep_last + 1:
-        raise ValueError(f"expected more than {keep_last + 1} tokens, got {length}")
-    return encoded
 
 
 def _numbers(report: VerifyReport, rows: int) -> Tensor:
