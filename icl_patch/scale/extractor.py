@@ -9,7 +9,7 @@ second run writes the same files.
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from icl_patch.patch.parameter_changes import parameter_changes
 from icl_patch.patch.serialization import check_finite, widened
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.hooks import error_of
-from icl_patch.scale.rows import Columns, EncodedRow, Row, encode_row
+from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row
 from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Contents, Run, check_folder
 
 _TRIED = 8  # rows, to measure the size of a patch
@@ -51,10 +51,6 @@ class Batching:
     def __post_init__(self) -> None:
         if min(self.rows, self.tokens, self.nbytes) < 1:
             raise ValueError(f"expected numbers ≥ 1, got {self}")
-
-
-Rejecting = Callable[[Row, str], None]
-"""Takes a row that cannot have a patch, and the reason."""
 
 
 class Extractor:
@@ -84,7 +80,7 @@ class Extractor:
         self._memory_per_token: int | None = None
         self._switches = switch_lengths(patcher.model)
 
-    def encode(self, rows: Iterable[Row], reject: Rejecting) -> list[EncodedRow]:
+    def encode(self, rows: Iterable[Row], rejected: list[Reject]) -> list[EncodedRow]:
         """The rows that the model can take."""
         model, tokenizer = self.patcher.model, self.patcher.tokenizer
         assert tokenizer is not None
@@ -93,10 +89,10 @@ class Extractor:
             try:
                 encoded.append(encode_row(model, tokenizer, row, self.columns))
             except ValueError as error:
-                reject(row, str(error))
+                rejected.append(row.rejected(error, self.columns))
         return encoded
 
-    def measure(self, rows: Sequence[EncodedRow], reject: Rejecting) -> int | None:
+    def measure(self, rows: Sequence[EncodedRow], rejected: list[Reject]) -> int | None:
         """Compute the patch of a short row, after which batches keep to ``Batching.nbytes``.
 
         Returns:
@@ -106,7 +102,7 @@ class Extractor:
             try:
                 patch = compute_batch(self.patcher, [row])
             except ControllabilityError as error:
-                reject(row.row, str(error))
+                rejected.append(row.row.rejected(error, self.columns))
                 continue
             assert patch.logits is not None
             self._memory_per_token = _bytes_per_token(patch) + patch.logits[0, 0].nbytes
@@ -116,13 +112,13 @@ class Extractor:
             return _bytes_per_token(stored)
         return None
 
-    def extract(self, rows: Iterable[Row], reject: Rejecting) -> Iterator[pa.Table]:
+    def extract(self, rows: Iterable[Row], rejected: list[Reject]) -> Iterator[pa.Table]:
         """Write the patches of rows that have none yet; yields the index of each shard."""
-        encoded = self.encode(rows, reject)
+        encoded = self.encode(rows, rejected)
         if self._memory_per_token is None:
-            self.measure(encoded, lambda row, reason: None)
+            self.measure(encoded, [])
         for batch in self._batches(encoded):
-            yield from self._shards(batch, reject)
+            yield from self._shards(batch, rejected)
 
     def _batches(self, rows: list[EncodedRow]) -> Iterator[list[EncodedRow]]:
         """Rows that run at once, the shortest first."""
@@ -152,7 +148,7 @@ class Extractor:
             and self._kind(batch[0]) == self._kind(batch[-1])
         )
 
-    def _shards(self, batch: Sequence[EncodedRow], reject: Rejecting) -> Iterator[pa.Table]:
+    def _shards(self, batch: Sequence[EncodedRow], rejected: list[Reject]) -> Iterator[pa.Table]:
         """The index of a batch's shard; if some row cannot have a patch, of a shard for each of the
         others.
         """
@@ -160,10 +156,10 @@ class Extractor:
             yield self._write(batch)
         except (ControllabilityError, PatchFormatError) as error:
             if len(batch) == 1:
-                reject(batch[0].row, str(error))
+                rejected.append(batch[0].row.rejected(error, self.columns))
                 return
             for row in batch:
-                yield from self._shards([row], reject)
+                yield from self._shards([row], rejected)
 
     def _write(self, rows: Sequence[EncodedRow]) -> pa.Table:
         """Compute the patch of a batch, and write it with its part of the index, which is

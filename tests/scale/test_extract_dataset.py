@@ -554,7 +554,8 @@ def test_only_so_many_texts_are_in_memory(dataset: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(extraction, "read_rows", counted)
     monkeypatch.setattr(extraction, "_WINDOW", 4)
     passed = 0
-    for group in extraction._groups(dataset, scale.Columns(), 2, None):
+    rows = extraction._distinct(dataset, scale.Columns(), scale.Share(), [])
+    for group in extraction._groups(rows, 2):
         assert len(group) <= 2 and passed < read <= passed + 4
         passed += len(group)
     assert passed == len(ROWS)
