@@ -124,11 +124,11 @@ vllm: $(RUN) build/vllm/installed $(if $(MODEL),,build/gguf) ## serve a static p
 
 # Apart from the rest, because they bring 600 MB.
 build/ray: | $(RUN)
-	$(PIP) --constraint requirements.txt --target $@ "ray[data]==2.60.0"
+	$(PIP) --constraint requirements.txt --target $@ "ray[data]==2.60.0" duckdb==2.0.1 datasets==5.2.0
 
 # An actor that waits for a CPU waits for ever: hence the limit.
-ray: $(RUN) build/ray ## patches by two actors of Ray Data, which are killed and go on; in ten minutes at most
-	PYTHONPATH="$(CURDIR)/build/ray" timeout --kill-after=30 600 $(RUN) -m pytest tests/scale/test_ray_data.py
+ray: $(RUN) build/ray ## patches by two actors of Ray Data, which are killed and go on, and their index read by pandas, DuckDB and datasets; in ten minutes at most
+	PYTHONPATH="$(CURDIR)/build/ray" timeout --kill-after=30 600 $(RUN) -m pytest tests/scale/test_ray_data.py tests/scale/test_extract_dataset.py
 
 gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
 	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh

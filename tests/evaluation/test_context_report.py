@@ -246,6 +246,9 @@ onload = () => {
   const column = n => [...table.tBodies[0].rows].map(row => row.cells[n].textContent);
   const [head] = [...table.tHead.rows[0].cells].slice(3);
   found.overflow = root.scrollWidth - root.clientWidth;
+  found.dark = page.defaultView.matchMedia("(prefers-color-scheme: dark)").matches;
+  found.colours = ["color", "backgroundColor"].map(
+    name => page.defaultView.getComputedStyle(page.body)[name]);
   head.firstChild.focus();
   found.focused = page.activeElement === head.firstChild;
   head.firstChild.click();
@@ -258,8 +261,13 @@ onload = () => {
 </script>"""
 
 
-def test_in_a_browser(tmp_path: Path) -> None:
-    """At a phone's width nothing overflows, and buttons sort."""
+def brightness(colour: str) -> float:
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / (3 * 255)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_in_a_browser(dark: bool, tmp_path: Path) -> None:
+    """At a phone's width nothing overflows, buttons sort, and colours follow the system's."""
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if browser is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
@@ -268,10 +276,14 @@ def test_in_a_browser(tmp_path: Path) -> None:
     (tmp_path / "probe.html").write_text(PROBE, encoding="utf-8")
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--allow-file-access-from-files"]
+    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
     url = (tmp_path / "probe.html").as_uri()
     shown = subprocess.run([*command, url], capture_output=True, text=True, timeout=120)
     found = json.loads(re.search(r"<pre>(.*)</pre>", shown.stdout)[1])  # type: ignore[index]
     assert found["overflow"] == 0 and found["focused"] and not found["alerted"]
+    assert found["dark"] is dark
+    ink, paper = map(brightness, found["colours"])
+    assert (ink > 0.8 and paper < 0.2) if dark else (ink < 0.2 and paper > 0.8)
     assert found["sorted"] == "descending" and len(found["down"]) == 9
     for order, column in ((True, found["down"]), (False, found["up"])):
         assert column == sorted(column, key=float, reverse=order)

@@ -2,6 +2,7 @@
 where a formula is wrong.
 """
 
+import re
 import runpy
 from pathlib import Path
 
@@ -33,12 +34,17 @@ def test_from_one_theorem_to_a_whole_model(
     ("right", "wrong"),
     [
         ('weights["gate"] @ (z_ctx - z), v', 'weights["gate"] @ (z - z_ctx), v'),
+        ("delta = hidden_ctx - hidden\n\n", "delta = hidden - hidden_ctx\n\n"),
+        ("direct = scale + delta / norm(h_down)", "direct = scale + delta / h_down"),
+        ("outer(update.u[0], h / h.square().sum())", "outer(update.u[0], h / h.norm())"),
+        ("add_outer(reader, reader.weight @ (target - x), x)", "pass"),
+        ("add_outer(mlp.down_proj, update.u[0].float(), target)", "pass"),
         (
             "patch = patcher.compute(context_ids, question_ids)",
             "patch = patcher.compute(context_ids[:, 1:], question_ids)",
         ),
     ],
-    ids=["reader", "exact"],
+    ids=["reader", "residual", "direct", "stable", "readers", "writers", "exact"],
 )
 def test_a_wrong_formula_does_not_pass(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str
@@ -66,3 +72,18 @@ def test_watching_a_context_become_weights(monkeypatch: pytest.MonkeyPatch, tmp_
         assert (
             picture.shape[1] == 990 and len(set(map(tuple, picture[::7, ::7].reshape(-1, 4)))) > 9
         )
+
+
+@pytest.mark.parametrize("path", [THEOREM, WATCHING], ids=lambda path: path.stem)
+def test_a_notebook_is_cells_of_text_and_code(path: Path) -> None:
+    """In jupytext's percent form: a header, then text that begins with a title."""
+    header, *cells = re.split(r"^# %%", path.read_text(encoding="utf-8"), flags=re.M)
+    assert "format_name: percent" in header and len(cells) > 8
+    assert cells[0].startswith(' [markdown]\n"""\n# ')
+    for cell in cells:
+        kind, _, body = cell.partition("\n")
+        assert kind in ("", " [markdown]")
+        if kind:
+            assert body.startswith('"""\n') and body.rstrip().endswith('\n"""')
+        else:
+            compile(body, path.name, "exec")

@@ -3,7 +3,9 @@ random model.
 """
 
 import json
+import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "papers"))
 
 import discussion  # noqa: E402
+from pages import TEMPLATES  # noqa: E402
 
 RESULTS = ROOT / "docs" / "papers"
 
@@ -30,6 +33,36 @@ def test_the_committed_page_is_that_of_the_numbers(committed: dict[str, Any]) ->
     page = discussion.PAGE.text({"discussion": committed})
     assert page == (RESULTS / "discussion.md").read_text("utf-8")
     assert [row["steps"] for row in committed["transfer"]] == list(discussion.STEPS)
+
+
+def test_no_number_of_the_templates_is_written_by_hand() -> None:
+    """But for those of formulas, settings, references and dtypes."""
+    allowed = (
+        r"\{[{%].*?[}%]\}|^    .*|`[^`]*`|\]\([^)]*\)|Section 5|rank-1|2022, Equation 2|0 to 1"
+    )
+    allowed += r"|Gemma 3|bf16|fp16|fp32|9[058]\S* %|87.5 %|1e-[46]|50 and 90 %|25 %|Algorithm 1"
+    allowed += r"|Definitions 3 and 4|\| 75 %|‖: 5 %"
+    for name in ("discussion", "real-model", "SmolLM2-135M-Instruct"):
+        text = re.sub(allowed, "", (TEMPLATES / f"{name}.md").read_text("utf-8"), flags=re.M | re.S)
+        assert not re.findall(r".*\d.*", text), name
+
+
+def test_the_conclusions_hold(committed: dict[str, Any]) -> None:
+    """What the page says in words."""
+    steering, transfer = committed["steering"], committed["transfer"]
+    assert max(steering["error"].values()) < 1e-4
+    assert steering["side_effect"]["rome"] < steering["side_effect"]["patch"]
+    for old, new in pairwise(transfer):
+        assert old["weights"] < new["weights"]
+        assert old["patch"] < new["patch"] and old["steering"] < new["steering"]
+    assert all(row["patch"] < row["none"] for row in transfer)
+    correlations = committed["attribution"]["correlation"].values()
+    assert all(found["mean"] > 0.5 for found in correlations)
+    assert min(found["least"] for found in correlations) < 0.5
+    both = committed["composition"]
+    for name, missed in both["rest"]["sum"].items():
+        assert missed > 0.5 and both["rest"]["its own"][name] < missed
+    assert both["distance"]["its own"] < both["distance"]["sum"]
 
 
 def test_the_script_runs_on_a_small_model(

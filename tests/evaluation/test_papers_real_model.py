@@ -27,7 +27,8 @@ import real_fidelity as fidelity  # noqa: E402
 import real_prompts as prompts  # noqa: E402
 import real_runs as runs  # noqa: E402
 import real_statistics as statistics  # noqa: E402
-from real_fidelity import REPLAYS, RUNS  # noqa: E402
+from goldwaser_experiments import LAZY, MERGED  # noqa: E402
+from real_fidelity import KEPT, REPLAYS, RUNS  # noqa: E402
 
 # -- measures
 
@@ -234,3 +235,48 @@ def test_the_committed_numbers_are_of_full_size() -> None:
             low, high = entry["match"]["interval"]
             assert low <= entry["match"]["share"] <= high
     assert max(entry["length"] for entry in numbers["by_length"]["float32"]["exact"]) >= 4000
+
+
+def test_the_conclusions_are_those_of_the_numbers() -> None:
+    numbers = committed()
+    low = numbers["agreement"]["bfloat16"]
+    for found in numbers["agreement"].values():
+        assert found["exact"]["match"]["share"] == found["exact"]["identical"]["share"] == 1
+    assert numbers["direct_is_stable"]
+    assert numbers["agreement"]["float32"]["stable"]["match"]["share"] == 1
+    # with the first token kept the errors are those of the model itself, without it the largest are
+    # not
+    assert low[KEPT]["linf"][3] < 2 * low["no cache"]["linf"][3] < low["stable"]["linf"][3]
+    for run in ("stable", KEPT):
+        lowest, highest = low[run]["match"]["interval"]
+        assert lowest <= low["no cache"]["match"]["share"] <= highest
+    grown = {name: values[-1][1] for name, values in numbers["disturbed"].items()}
+    assert grown["with its context"] < 1 < 3 * grown["with its context"] < grown["replayed"]
+    assert grown["replayed, first token kept"] < grown["replayed"] / 3
+    merged = {
+        curve["kept"]: curve["match"]
+        for curve in numbers["protocol"]["bfloat16"]["curves"]
+        if curve["held"] == MERGED
+    }
+    assert merged[0] < 0.9 < merged[1]
+    assert all(
+        curve["match"] == 1 and curve["linf"][3] == 0
+        for found in numbers["protocol"].values()
+        for curve in found["curves"]
+        if curve["update"] == "exact" and curve["held"] == LAZY
+    )
+    for span in numbers["spanned"].values():
+        assert all(min(x) == 1 for key, x in span.items() if key.endswith("rank per token"))
+    for found in numbers["control"].values():
+        assert all(list(entry.values())[1:] == [0, 0, 0, 0] for entry in found.values())
+
+
+def test_steps_shrink_at_first_with_right_answers_and_with_shuffled_ones() -> None:
+    right, shuffled = (committed()["grown"][how] for how in ("right", "shuffled"))
+    for found in (right, shuffled):
+        steps = [row[1] for row in found["steps"]]
+        assert steps[0] > steps[1] > steps[2] > steps[4]  # the first lines
+        assert min(steps[8:]) > 0.75 * max(steps[8:])  # and then no more
+    ratios = [a[1] / b[1] for a, b in zip(right["steps"], shuffled["steps"], strict=True)]
+    assert all(0.8 < ratio < 1.25 for ratio in ratios)
+    assert right["right"][-1] > 2 * shuffled["right"][-1]

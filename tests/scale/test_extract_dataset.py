@@ -277,6 +277,24 @@ def test_some_layers(patcher: ContextPatcher, dataset: Path, tmp_path: Path) -> 
     assert not (tmp_path / "none").exists()
 
 
+def test_a_second_run_does_nothing(
+    patcher: ContextPatcher, dataset: Path, extracted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(extracted)
+    monkeypatch.setattr(patcher, "compute", lambda *_args, **_more: pytest.fail("computed again"))
+    progress: list[tuple[int, int]] = []
+    summary = scale.extract_dataset(
+        patcher,
+        dataset,
+        extracted,
+        batching=SMALL,
+        progress=lambda done, total: progress.append((done, total)),
+    )
+    assert (summary.patches, summary.plan.finished, summary.plan.todo) == (0, len(ROWS), 0)
+    assert progress[-1] == (len(ROWS), len(ROWS))
+    assert files(extracted) == before
+
+
 def test_further_rows_and_duplicates(
     patcher: ContextPatcher, extracted: Path, tmp_path: Path
 ) -> None:
@@ -559,3 +577,32 @@ def test_only_so_many_texts_are_in_memory(dataset: Path, monkeypatch: pytest.Mon
         assert len(group) <= 2 and passed < read <= passed + 4
         passed += len(group)
     assert passed == len(ROWS)
+
+
+READERS = {
+    "pandas": lambda pandas, folder: pandas.read_parquet(folder / "index").to_dict("records"),
+    "duckdb": lambda duckdb, folder: (
+        duckdb.sql(f"SELECT * FROM '{folder}/index/*.parquet'").to_arrow_table().to_pylist()
+    ),
+    "datasets": lambda datasets, folder: list(
+        datasets.load_dataset(
+            "parquet",
+            data_files=f"{folder}/index/*.parquet",
+            split="train",
+            cache_dir=str(folder.parent / "cache"),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("library", READERS)
+def test_other_libraries_read_the_index(library: str, extracted: Path) -> None:
+    """``make ray`` installs them."""
+    found = READERS[library](pytest.importorskip(library), extracted)
+    expected = {entry["id"]: entry for entry in scale.PatchDataset(extracted).index.to_pylist()}
+    assert len(found) == len(expected)
+    for record in found:
+        entry = expected[record["id"]]
+        for name in ("row", "file", "offset", "kept_tokens", "misses"):
+            assert record[name] == entry[name]
+        assert list(record["norms"]["mlp.down_proj"][1]) == entry["norms"]["mlp.down_proj"][1]
