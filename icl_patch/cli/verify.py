@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     many.add_argument(
         "--batch-size", type=common.positive, metavar="N", help="rows at once (default 8)"
     )
-    meaning = "write report.md and report.json there; it is made"
+    meaning = "write report.md, report.json and tasks.png there; it is made"
     common.add_out(many, meaning, metavar="FOLDER", required=False)
 
 

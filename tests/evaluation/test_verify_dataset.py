@@ -207,7 +207,8 @@ def test_the_command_and_its_files(
     assert [task["rows"] for task in written["tasks"]] == [5, 4, 4]
     assert written["total"]["match"] == 1 and written["passed"]
     page = (tmp_path / "out" / "report.md").read_text()
-    assert "| 0 " in page and "promise kept: yes" in page
+    assert "| 0 " in page and "![by task](tasks.png)" in page
+    assert (tmp_path / "out" / "tasks.png").read_bytes().startswith(b"\x89PNG")
     status, _, err = run(capsys, "verify", *command)
     assert status == 2 and "expected a new name for --out" in err
     status, text, _ = run(capsys, "verify", *command, "--force", "--json")
