@@ -30,7 +30,7 @@ from icl_patch.static.examples import (
     ends_of,
     preserved_texts,
 )
-from icl_patch.static.matrices import find_matrices
+from icl_patch.static.matrices import Matrix, find_matrices
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 from icl_patch.static.student import Student
 from icl_patch.static.targets import LOGITS, StaticReport, measure, targets_of, targets_of_texts
@@ -160,7 +160,7 @@ def fit(
     options = distillation or Distillation()
     _check_in_memory(model, options.dtype)
     matrices = find_matrices(model, parts, first_block)
-    most = min(map(min, matrices.values()))
+    most = min(min(matrix.shape) for matrix in matrices)
     if rank not in range(1, most + 1):
         raise ValueError(
             f"expected a rank from 1 to {most}, the largest that every matrix has, got {rank!r}"
@@ -235,11 +235,11 @@ def _check_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
 
 
 def _factors_of(
-    start: StaticPatch, model: PreTrainedModel, matrices: Iterable[str]
+    start: StaticPatch, model: PreTrainedModel, matrices: Sequence[Matrix]
 ) -> dict[str, LowRank]:
     """The factors of a patch of this model, all of whose matrices may change."""
     start.check_model(model)
-    others = sorted(set(start.changes).difference(matrices))
+    others = sorted(set(start.changes) - {matrix.path for matrix in matrices})
     if others:
         raise ValueError(
             f"expected a start that changes the matrices of the fit, got one that changes"
