@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.status import Status
+from rich.text import Text
 
 if TYPE_CHECKING:
     import torch
@@ -170,7 +171,7 @@ def add_dataset(
     """Add ``--dataset``, in place of a context, and its columns, for :func:`dataset_columns`."""
     source.add_argument(
         "--dataset",
-        type=Path,
+        type=_existing,
         metavar="FILE|FOLDER",
         help="JSON lines, Parquet, a folder of them, or one that Dataset.save_to_disk wrote",
     )
@@ -184,6 +185,13 @@ def add_dataset(
     group.add_argument(
         "--kept-column", metavar="NAME", help="of the texts after the contexts (default: kept)"
     )
+
+
+def _existing(text: str) -> Path:
+    """A path at which there is something."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"expected a data set, there is no {text!r}")
+    return Path(text)
 
 
 def dataset_columns(options: argparse.Namespace, task: str | None = None) -> "Columns":
@@ -394,11 +402,19 @@ def stage(title: str) -> Status:
     return Console(stderr=True).status(title)
 
 
+class _RateColumn(ProgressColumn):
+    """How many a second."""
+
+    def render(self, task: Task) -> Text:
+        """The rate of the last half minute."""
+        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
+
+
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
     console = Console(stderr=True)
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _RateColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
