@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from icl_patch.evaluation.report import format_value, percent, support_markdown
+from icl_patch.evaluation.report import format_value, percent
 from icl_patch.evaluation.report import markdown as _table
+from icl_patch.evaluation.tiny_models import REFUSED, SUPPORTED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -36,6 +37,13 @@ STEPS = {
 }
 """Rows of the table of speed, and the benchmark's names for them."""
 PLAIN_STEP = "plain step"
+ENDS = {
+    "scale": "`m ⊙ Norm(W h)`",
+    "weight": "`W h`",
+    "bias": "`W h + b`",
+    "experts": "`Σ s_j W_j h_j`",
+}
+"""The last operation of a block by its writer, as the table of families names it."""
 STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams")
 """The two layouts of a stable step; a case's first is the one that it takes by itself."""
 TIMED_MODEL = "SmolLM2-135M-Instruct"
@@ -43,6 +51,16 @@ TIMED_MODEL = "SmolLM2-135M-Instruct"
 
 def _data(name: str) -> Any:
     return json.loads((ROOT / "docs" / "data" / name).read_text(encoding="utf-8"))
+
+
+def families() -> str:
+    """The families by their blocks' last operation, then the refused ones."""
+    rows = []
+    for writer, ends in ENDS.items():
+        names = [name for name, model in SUPPORTED.items() if model.writer == writer]
+        rows.append([ends, ", ".join(names), ""])
+    rows += [["", name, model.note] for name, model in REFUSED.items()]
+    return _table(["the block ends in", "families", "refused because"], rows)
 
 
 def memory() -> str:
@@ -211,7 +229,7 @@ def split_steps() -> str:
 
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "README.md": {"chat": chat, "fidelity": fidelity},
-    "docs/models.md": {"families": support_markdown},
+    "docs/models.md": {"families": families},
     "docs/scale.md": {
         "extraction": extraction,
         "splits": splits,

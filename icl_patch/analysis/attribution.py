@@ -21,7 +21,7 @@ def attribution(
     spans: Sequence[tuple[int, int]],
     *,
     batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
     """The relative change of every block's factors when context tokens ``i … j - 1`` are left out::
 
@@ -81,8 +81,7 @@ def attribution(
         part = attached.compute(assemble(torch.stack(rows), kept_ids.expand(len(batch), -1))).patch
         found[batch] = _relative_changes(whole, part)
         done += len(batch)
-        if progress is not None:
-            progress(done, len(places))
+        progress(done, len(places))
     return found
 
 

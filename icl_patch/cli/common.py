@@ -10,16 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
+from rich.status import Status
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -34,13 +26,6 @@ if TYPE_CHECKING:
 # As in patch.serialization, which imports torch.
 UPDATES = ("direct", "stable", "exact")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add --json, which every command takes."""
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of tables"
-    )
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
@@ -123,12 +108,17 @@ def add_max_new_tokens(parser: argparse.ArgumentParser, default: int, meaning: s
     )
 
 
-def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add a context, its question and ``--chat``, for :func:`context_text` and :func:`prompt_text`;
-    without a default the command requires the first two.
+def add_prompt(
+    parser: argparse.ArgumentParser, default: str | None = None
+) -> "argparse._MutuallyExclusiveGroup":
+    """Add a context, its question and ``--chat``, for :func:`read_prompt`, which requires the first
+    two, or with a default for :func:`prompt_text`.
+
+    Returns:
+        The options of which one gives the context.
     """
     required = default is None
-    source = parser.add_mutually_exclusive_group()
+    source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument(
         "--context",
         metavar="TEXT",
@@ -153,28 +143,19 @@ def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> N
         action="store_true",
         help="a chat by the tokenizer's template: the context begins the user's message",
     )
-
-
-def check_prompt(options: argparse.Namespace, *others: str) -> None:
-    """Raises ValueError unless the options give a context and its question.
-
-    others: options that the command takes in place of a context.
-    """
-    if options.context is options.context_file is options.system is None:
-        *names, last = ("--context", "--context-file", "--system", *others)
-        raise ValueError(f"expected one of {', '.join(names)} and {last}")
-    if options.question is None:
-        raise ValueError("expected --question, the text after the context")
+    return source
 
 
 def read_prompt(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> "Prompt":
     """The prompt that the options give, with its context and without it.
 
     Raises:
-        ValueError: as :func:`icl_patch.models.prompts.make_prompt`.
+        ValueError: no question; or as :func:`icl_patch.models.prompts.make_prompt`.
     """
     from icl_patch.models.prompts import make_prompt
 
+    if options.question is None:
+        raise ValueError("expected --question, the text after the context")
     return make_prompt(
         tokenizer,
         options.question,
@@ -184,9 +165,11 @@ def read_prompt(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase
     )
 
 
-def add_dataset(group: "argparse._ActionsContainer") -> None:
-    """Add ``--dataset`` and its columns, for :func:`dataset_columns`."""
-    group.add_argument(
+def add_dataset(
+    group: "argparse._ArgumentGroup", source: "argparse._MutuallyExclusiveGroup"
+) -> None:
+    """Add ``--dataset``, in place of a context, and its columns, for :func:`dataset_columns`."""
+    source.add_argument(
         "--dataset",
         type=_existing,
         metavar="FILE|FOLDER",
@@ -307,21 +290,13 @@ def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedToken
 
 
 def read_header(options: argparse.Namespace) -> dict[str, Any]:
-    """The header of the file ``--patch``.
-
-    Raises:
-        ValueError: there is no such file. PatchFormatError: it is no patch file.
+    """The header of the file ``--patch``; raises as
+    :func:`icl_patch.patch.serialization.read_file`.
     """
-    path: Path = options.patch
-    if path.is_dir():
-        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))[:3]) or "none"
-        raise ValueError(f"expected a patch file, got the folder {path}; files there: {held}")
-    if not path.exists():
-        raise ValueError(f"expected a patch file, there is no {path}: icl-patch extract writes one")
     with stage("importing torch and transformers"):
         from icl_patch.patch.serialization import read_file
 
-    return read_file(path)[0]
+    return read_file(options.patch)[0]
 
 
 def load_for_patch(
@@ -351,16 +326,14 @@ def load_static(
     """The model, its tokenizer and the static patch ``--patch``.
 
     Raises:
-        ValueError: the file is a patch for each token; or as :func:`load_for_patch`.
+        PatchFormatError: the file is a patch for each token.
+        ValueError: as :func:`load_for_patch`.
     """
     header = read_header(options)
+    from icl_patch.patch.serialization import check_kind
     from icl_patch.static import StaticPatch
 
-    if header.get("kind") != "static":
-        raise ValueError(
-            f"expected a static patch, got {options.patch}, a patch of one change per token:"
-            " icl-patch fit makes a static one"
-        )
+    check_kind(header, "static", "icl-patch replay runs a patch for each token")
     model, tokenizer = load_for_patch(options, header)
     return model, tokenizer, StaticPatch.load(options.patch, model, tokenizer)
 
@@ -424,15 +397,9 @@ def import_torch() -> Any:
     return torch
 
 
-@contextmanager
-def stage(title: str) -> Iterator[None]:
+def stage(title: str) -> Status:
     """A labelled spinner on stderr if that is a terminal, for work that cannot be counted."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(title):
-        yield
+    return Console(stderr=True).status(title)
 
 
 class _RateColumn(ProgressColumn):
@@ -447,19 +414,10 @@ class _RateColumn(ProgressColumn):
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _RateColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _RateColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

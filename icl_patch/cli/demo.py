@@ -1,7 +1,10 @@
 """``icl-patch demo``: answers with, without and with the patch, verified, and a report of them."""
 
 import argparse
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -20,13 +23,11 @@ _ANSWERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="local folder or hub id of a model to answer six prompts with, chats with a system"
-        " message among them (default: the embedded model on held-out prompts)",
+    meaning = (
+        "local folder or hub id of a model to answer six prompts with, chats with a system message"
+        " among them (default: the embedded model on held-out prompts)"
     )
+    common.add_model(parser, meaning, of_patch=True)
     parser.add_argument(
         "--prompts",
         type=common.positive,
@@ -42,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder to write report.json and the picture exactness.png to",
     )
     common.add_verbose(parser)
-    parser.set_defaults(revision=None, dtype=None, device=None, seed=0)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,9 +75,8 @@ def run(options: argparse.Namespace) -> int:
     }
     report.write_json(data, result)
     exact = next(one for one in verified if (one.update, one.dtype) == ("exact", "bfloat16"))
-    generated = [step.token_id for step in exact.steps[:new]]
-    answer = demo.up_to_the_end(model, tokenizer, generated, one_line=chosen[0].kind != "chat")
-    figures.plot(exact, [str(tokenizer.decode([token])) for token in answer], figure)
+    tokens = [str(tokenizer.decode([step.token_id])) for step in exact.steps[:new]]
+    figures.plot(exact, tokens, figure)
     shown: list[Any] = [_examples(answers), *([] if name else [_accuracy(answers)])]
     if options.verbose:
         tables = report.verify_tables(verified)
@@ -86,11 +85,6 @@ def run(options: argparse.Namespace) -> int:
         shown += [f"{one.update}, {one.dtype}: {report.verdict(one)}" for one in verified]
     common.print_result(options, result, *shown, f"report: {data}, {figure}")
     return 0 if result["passed"] else 1
-
-
-def _of_each_kind(answers: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
-    kinds = dict.fromkeys(row["kind"] for row in answers)
-    return {kind: [row for row in answers if row["kind"] == kind] for kind in kinds}
 
 
 def _examples(answers: list[dict[str, str]]) -> "ReportTable":
@@ -105,8 +99,8 @@ def _examples(answers: list[dict[str, str]]) -> "ReportTable":
             row["question"],
             *(row[answer] for answer in _ANSWERS),
         ]
-        for kind, asked in _of_each_kind(answers).items()
-        for row in asked[:3]
+        for kind, asked in groupby(answers, itemgetter("kind"))
+        for row in islice(asked, 3)
     ]
     return report.table("Answers", [*columns, *_ANSWERS.values()], rows)
 
@@ -116,9 +110,9 @@ def _accuracy(answers: list[dict[str, str]]) -> "ReportTable":
     from icl_patch.evaluation import embedded, report
 
     rows = []
-    for kind, asked in _of_each_kind(answers).items():
-        right = [sum(row[answer] == row["answer"] for row in asked) for answer in _ANSWERS]
-        shares = [*(count / len(asked) for count in right), embedded.CHANCE[kind]]
+    for kind, asked in groupby(answers, itemgetter("kind")):
+        right = [[row[answer] == row["answer"] for answer in _ANSWERS] for row in asked]
+        shares = [*map(mean, zip(*right, strict=True)), embedded.CHANCE[kind]]
         rows.append([kind, *map(report.percent, shares)])
     columns = ["task", *_ANSWERS.values(), "chance"]
     return report.table(f"Whole answer right, of {len(answers)} prompts", columns, rows)

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from icl_patch.scale import Plan, Share
 
 HELP = "write the patch of a context to a file, or the patches of a data set to a folder"
-_OF_ONE = ("context", "context_file", "system", "question", "prefix", "force")
+_OF_ONE = ("question", "prefix", "force")
 _OF_MANY = (
     "context_column",
     "system_column",
@@ -30,15 +29,15 @@ _OF_MANY = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     common.add_model(parser)
-    common.add_prompt(parser)
+    source = common.add_prompt(parser)
     common.add_update(parser)
     parser.add_argument("--prefix", metavar="TEXT", help="tokens before the context that stay")
     meaning = "file to write (.safetensors); with --dataset the folder"
-    common.add_out(parser, meaning, _out, "FILE|FOLDER")
+    common.add_out(parser, meaning, metavar="FILE|FOLDER")
     many = parser.add_argument_group(
         "data sets", "a patch for every row; the same command goes on with a stopped run"
     )
-    common.add_dataset(many)
+    common.add_dataset(many, source)
     many.add_argument(
         "--layers", type=_layers, metavar="START:STOP", help="keep these blocks only, from 0"
     )
@@ -67,9 +66,7 @@ def run(options: argparse.Namespace) -> int:
         common.refuse(options, _OF_ONE, "with --dataset")
         return _extract_many(options)
     common.refuse(options, _OF_MANY, "without --dataset")
-    common.check_prompt(options, "--dataset")
-    if options.out.suffix != ".safetensors":
-        raise ValueError(f"expected a file name ending in .safetensors, got '{options.out}'")
+    common.writable(".safetensors")(str(options.out))
     return _extract_one(options)
 
 
@@ -118,7 +115,6 @@ def _extract_many(options: argparse.Namespace) -> int:
     batching = scale.Batching(**{name: size for name, size in sizes.items() if size is not None})
     share = scale.Share.from_environment()
     options.device = _own_device(options.device)
-    options.state = options.out  # an interrupt says that the command goes on from there
 
     def say(plan: "Plan") -> None:
         if share.rank == 0:
@@ -167,11 +163,6 @@ def _await_others(share: "Share") -> None:
     store.add("extracted", 1)
     while store.add("extracted", 0) < share.world_size:
         time.sleep(1)
-
-
-def _out(text: str) -> Path:
-    """A patch file in an existing folder, or a folder."""
-    return common.writable(".safetensors")(text) if text.endswith(".safetensors") else Path(text)
 
 
 def _layers(text: str) -> slice:

@@ -1,7 +1,7 @@
 """``icl-patch generate``: text from freshly patched weights at every token."""
 
 import argparse
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from icl_patch.cli import common
@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_patch(
         parser,
         required=False,
-        meaning="generate after the prompt with the changed weights of this file instead, the same"
-        " at every token",
+        meaning="generate after the prompt with this static patch instead, as icl-patch fit writes"
+        " it",
     )
     common.add_max_new_tokens(parser, 50, "at most N tokens")
     parser.add_argument(
@@ -96,41 +96,21 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_patch(options: argparse.Namespace) -> int:
-    """Generate with a patch file: a static patch, or the last token's of one for each token."""
+    """Generate with a static patch."""
     prompt = common.prompt_text(options)
     if prompt is None or options.compile:
         raise ValueError("expected --context or --question, and no --compile, with --patch")
-    header = common.read_header(options)
+    model, tokenizer, patch = common.load_static(options)
     import torch
 
     from icl_patch.evaluation.loading import encode_contexts
-    from icl_patch.patch.context_patch import ContextPatch
-    from icl_patch.patcher import ContextPatcher
-    from icl_patch.static import StaticPatch
 
-    model, tokenizer = common.load_for_patch(options, header)
     ids, _ = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
-    with ExitStack() as stack:
-        if header.get("kind") == "static":
-            static = StaticPatch.load(options.patch, model, tokenizer)
-            stack.enter_context(static.applied(model))
-            front = static.info.front
-            in_chat = options.chat or options.system is not None
-            if front and not in_chat and int(ids[0, 0]) != front[0]:
-                ids = torch.cat([torch.tensor([front], dtype=ids.dtype), ids], 1)
-        else:
-            patch = ContextPatch.load(options.patch, model, tokenizer)
-            kept = patch.kept_ids[0][patch.kept_mask[0]].tolist()
-            if ids[0, -len(kept) :].tolist() != kept:
-                raise ValueError(
-                    "expected a prompt that ends with the tokens of the patch, each of which has"
-                    f" changes of its own, {tokenizer.decode(kept)!r}, got"
-                    f" {tokenizer.decode(ids[0])!r}: icl-patch replay runs these tokens,"
-                    " icl-patch fit makes a patch for other prompts"
-                )
-            patcher = stack.enter_context(ContextPatcher(model, patch.info.update))
-            stack.enter_context(patcher.applied(patch))
-        generate: Any = model.generate
+    front, in_chat = patch.info.front, options.chat or options.system is not None
+    if front and not in_chat and int(ids[0, 0]) != front[0]:
+        ids = torch.cat([torch.tensor([front], dtype=ids.dtype), ids], 1)
+    generate: Any = model.generate
+    with patch.applied(model):
         out = generate(
             ids.to(model.device),
             attention_mask=torch.ones_like(ids, device=model.device),

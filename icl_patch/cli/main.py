@@ -24,7 +24,6 @@ from typing import NoReturn
 from icl_patch._version import __version__
 from icl_patch.cli import (
     apply,
-    common,
     demo,
     export,
     extract,
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, argparse.ArgumentTypeError) as error:
         return _report(program, error, 2, options.json)
     except KeyboardInterrupt:
         return 130
@@ -110,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=command.HELP, description=f"{command.HELP[0].upper()}{command.HELP[1:]}."
         )
-        common.add_json(subparser)
+        subparser.add_argument(
+            "--json", action="store_true", help="print one JSON object instead of tables"
+        )
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

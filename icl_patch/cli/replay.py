@@ -28,11 +28,6 @@ def run(options: argparse.Namespace) -> int:
     from icl_patch.patch.context_patch import ContextPatch
     from icl_patch.patcher import ContextPatcher
 
-    if header.get("kind") == "static":
-        raise ValueError(
-            f"expected a patch of one change per token, got the static patch {options.patch}:"
-            " icl-patch generate --patch uses it"
-        )
     patch = ContextPatch.load(options.patch)
     model, tokenizer = common.load_for_patch(options, header)
     patch = patch.fitted_to(model, tokenizer)

@@ -1,7 +1,6 @@
 """``icl-patch report``: what one context does, as an HTML file."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and write the page; 1 if the update does not keep its promise."""
-    common.check_prompt(options)
     common.check_out(options)
     model, tokenizer = common.load(options)
     from icl_patch.evaluation import report
@@ -37,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     from icl_patch.patch.atomic_file import write_atomically
 
     prompt = common.read_prompt(options, tokenizer)
-    with common.progress_bar("measuring") as bar:
+    with common.progress_bar("measuring") as progress:
         result = context_report(
             model,
             tokenizer,
@@ -46,8 +44,7 @@ def run(options: argparse.Namespace) -> int:
             max_new_tokens=options.max_new_tokens,
             groups=options.groups,
             name=_name(options.model),
-            on_plan=lambda cost: print(cost, file=sys.stderr),
-            progress=lambda _, done, total: bar(done, total),
+            progress=progress,
         )
     # a token may be half a character
     page = to_html(result).encode("utf-8", errors="replace")

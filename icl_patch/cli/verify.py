@@ -5,7 +5,7 @@ import argparse
 from icl_patch.cli import common
 
 HELP = "compare the patched model without context with the model with it, token by token"
-_OF_ONE = ("context", "context_file", "system", "question", "plot")
+_OF_ONE = ("question", "plot")
 _OF_MANY = (
     "context_column",
     "system_column",
@@ -20,7 +20,7 @@ _OF_MANY = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     common.add_model(parser)
-    common.add_prompt(
+    source = common.add_prompt(
         parser, "the paper's Mars prompt; for the embedded model its first held-out prompt"
     )
     common.add_update(parser)
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_verbose(parser)
     many = parser.add_argument_group("data sets", "every row's prompt, and a summary by task")
-    common.add_dataset(many)
+    common.add_dataset(many, source)
     many.add_argument("--task-column", metavar="NAME", help="of the tasks (default: one task)")
     many.add_argument(
         "--batch-size", type=common.positive, metavar="N", help="rows at once (default 8)"

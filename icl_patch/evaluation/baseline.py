@@ -55,12 +55,10 @@ def baseline(
             context runs in the model's own.
     """
     context, logits, tokens = (ids, mask, inputs or {}, keep_last), [], []
-    cache = kv_cache.new_cache(model)
+    cache = None
     for step in range(steps):
-        sequences = sequences_at(ids, mask, keep_last)
-        further = over_columns(context[2], sequences.head_ids.shape[1])
-        sequences = with_media(model, sequences, further)
-        if keep_last or not step or switches(model, sequences):
+        sequences, further = sequences_at(model, ids, mask, keep_last, context[2])
+        if cache is None or keep_last or switches(model, sequences):
             cache = kv_cache.new_cache(model)
             forward_passes.run_head(model, sequences, cache, **further)
         with running_in(arithmetic):
@@ -70,10 +68,22 @@ def baseline(
     return BaselineRun(*context, torch.stack(logits, 1), torch.stack(tokens, 1))
 
 
-def sequences_at(ids: Tensor, mask: Tensor, keep_last: int) -> Sequences:
-    """All tokens, of which the last ``keep_last + 1`` are kept and the others absorbed."""
+def sequences_at(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    keep_last: int,
+    inputs: Mapping[str, Tensor],
+) -> tuple[Sequences, dict[str, Tensor]]:
+    """All tokens, of which the last ``keep_last + 1`` are kept and the others absorbed, and the
+    model's further inputs for the head.
+    """
     cut = ids.shape[1] - keep_last - 1
-    return assemble(ids[:, :cut], ids[:, cut:], context_mask=mask[:, :cut], kept_mask=mask[:, cut:])
+    sequences = assemble(
+        ids[:, :cut], ids[:, cut:], context_mask=mask[:, :cut], kept_mask=mask[:, cut:]
+    )
+    further = over_columns(inputs, sequences.head_ids.shape[1])
+    return with_media(model, sequences, further), further
 
 
 def extended(ids: Tensor, mask: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ from.
 import base64
 import hashlib
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ _MOST_COLUMNS = 96
 _MOST_STEPS = 200
 _MOST_CHARACTERS = 40_000  # of the context; another text has an eighth
 _MOST_GROUPS = 256
-_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,7 @@ def context_report(
     max_new_tokens: int = 24,
     groups: int = 64,
     name: str | None = None,
-    on_plan: Callable[[str], None] = lambda cost: None,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ContextReport:
     """Measure what a context does to a model's weights.
 
@@ -128,8 +125,7 @@ def context_report(
         groups: into about how many groups of neighbouring tokens the context is cut, at most 256;
             each is left out in turn. A short context has a group for each token.
         name: of the model; by default the path or id it was loaded from.
-        on_plan: called with what the groups will cost, before they are left out.
-        progress: called with (stage, done, total).
+        progress: called with (done, total), once for all groups and then for all tokens.
 
     Raises:
         UnsupportedModelError, ControllabilityError: as :class:`icl_patch.ContextPatcher`.
@@ -146,27 +142,17 @@ def context_report(
     with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
         found = three_continuations(patcher, ids, without_ids.input_ids.to(device), max_new_tokens)
         answer = found["with_context"]
-        started = time.perf_counter()
         patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1))
-        seconds = time.perf_counter() - started
         specials = set(tokenizer.all_special_ids)
         spans, left_out = _cut(context_ids[0].tolist(), specials, groups)
-        on_plan(_cost(left_out, ids.shape[1], seconds))
-        changes = attribution(
-            patcher,
-            context_ids,
-            question_ids,
-            left_out,
-            batch_size=_BATCH,
-            progress=lambda *done: progress("leaving out", *done),
-        )
+        changes = attribution(patcher, context_ids, question_ids, left_out, progress=progress)
     verified = verify(
         model,
         tokenizer,
         context={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         max_new_tokens=answer.shape[1],
         update=update,
-        progress=lambda *done: progress("verifying", *done),
+        progress=progress,
         name=name,
     )
     decode: Any = tokenizer.decode
@@ -179,8 +165,7 @@ def context_report(
         tokens=[decode([step.token_id]) for step in verified.steps],
         sizes=_sizes(patch, [decode([token]) for token in patch.kept_ids[0].tolist()]),
         groups=[
-            _group(decode(context_ids[0, start:stop]), start, stop, measured.get((start, stop)))
-            for start, stop in spans
+            _group(decode(context_ids[0, slice(*span)]), span, measured.get(span)) for span in spans
         ],
     )
 
@@ -202,22 +187,12 @@ def _cut(
     return spans, [span for span in spans if ids[span[0]] not in special]
 
 
-def _cost(left_out: list[tuple[int, int]], tokens: int, seconds: float) -> str:
-    """What leaving the spans out costs, in words."""
-    longest = max((stop - start for start, stop in left_out), default=0)
-    return (
-        f"leaving out the context's tokens in turn, up to {longest} at a time: {len(left_out)}"
-        f" patches of up to {tokens} tokens, {_BATCH} at once; about"
-        f" {max(1, round(seconds * len(left_out)))} s at most, as one took {seconds:.2g} s"
-    )
-
-
-def _group(text: str, start: int, stop: int, changes: Tensor | None) -> Group:
+def _group(text: str, span: tuple[int, int], changes: Tensor | None) -> Group:
     """A group with its changes of the blocks, if there are any."""
     if changes is None:
-        return Group(text, start, stop)
+        return Group(text, *span)
     block = int(changes.argmax())
-    return Group(text, start, stop, float(changes.mean()), block, float(changes[block]))
+    return Group(text, *span, float(changes.mean()), block, float(changes[block]))
 
 
 def _sizes(patch: ContextPatch, tokens: list[str]) -> Sizes:

@@ -1,5 +1,6 @@
 """What ``verify_dataset`` measured, as a table, a picture and files."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -16,27 +17,25 @@ _PANELS = (
 
 def table(result: DatasetReport) -> report.ReportTable:
     """A row for each task, and one for all."""
-    records = [
-        {
-            "task": task.task,
-            "rows": task.rows,
-            "token match": report.percent(task.match),
-            "match, 95 %": _shares(task.match_interval),
-            "bit-identical": report.percent(task.bit_identical),
-            "L∞": task.linf,
-            "L∞, 95 %": _errors(task.linf_interval),
-            "L∞ max": task.linf_max,
-            "TVD": task.tvd,
-            "TVD, 95 %": _errors(task.tvd_interval),
-            "TVD max": task.tvd_max,
-        }
+    measures = ("same tokens (95 %)", "same bits", "L∞ (95 %)", "L∞ max", "TVD (95 %)", "TVD max")
+    rows = [
+        [
+            task.task,
+            task.rows,
+            _within(report.percent, task.match, task.match_interval),
+            report.percent(task.bit_identical),
+            _within(report.format_value, task.linf, task.linf_interval),
+            task.linf_max,
+            _within(report.format_value, task.tvd, task.tvd_interval),
+            task.tvd_max,
+        ]
         for task in [*result.tasks, result.total]
     ]
     title = (
         f"{result.model}, {result.update}, {result.dtype}: {result.max_new_tokens} tokens a row;"
         " L∞ and TVD are medians of the rows' largest errors"
     )
-    return report.table_of(title, records)
+    return report.table(title, ["task", "rows", *measures], rows)
 
 
 def verdict_lines(result: DatasetReport) -> list[str]:
@@ -96,9 +95,6 @@ def draw(result: DatasetReport, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _shares(interval: Interval) -> str:
-    return " – ".join(map(report.percent, interval))
-
-
-def _errors(interval: Interval | None) -> str | None:
-    return None if interval is None else " – ".join(map(report.format_value, interval))
+def _within(show: Callable[[float], str], value: float, interval: Interval | None) -> str:
+    """A value with its interval, if there is one."""
+    return show(value) + (f" ({' – '.join(map(show, interval))})" if interval else "")

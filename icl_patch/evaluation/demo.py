@@ -11,10 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.evaluation import embedded
 from icl_patch.evaluation.embedded import Prompt
-from icl_patch.evaluation.loading import left_padded
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.prompts import make_prompt, split_ids
+from icl_patch.models.prompts import make_prompt, padded, split_ids
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
@@ -101,39 +100,15 @@ def answer_each(
     with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
         for prompt in prompts:
             chat = prompt.kind == "chat"
-            context_ids, question_ids = (
-                x.to(input_device(model)) for x in encoded(tokenizer, prompt)
-            )
-            alone = tokenizer(prompt.question, return_tensors="pt").input_ids.to(
-                input_device(model)
-            )
-            ids, without = (
-                torch.cat([context_ids, question_ids], 1),
-                question_ids if chat else alone,
-            )
+            parts = encoded(tokenizer, prompt)
+            alone = parts[1] if chat else tokenizer(prompt.question, return_tensors="pt").input_ids
+            ids, without = (x.to(input_device(model)) for x in (torch.cat(parts, 1), alone))
             found = three_continuations(patcher, ids, without, _ANSWER_TOKENS)
             texts = {key: decode(x[0], skip_special_tokens=True) for key, x in found.items()}
             if not chat:
                 texts = {key: text.split("\n", 1)[0] for key, text in texts.items()}
             rows.append({**vars(prompt), **texts})
     return rows
-
-
-def up_to_the_end(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    generated: list[int],
-    *,
-    one_line: bool,
-) -> list[int]:
-    """The tokens of an answer, its end of sequence or (``one_line``) its line end included."""
-    assert model.generation_config is not None
-    given = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])}
-    for number, token in enumerate(generated, 1):
-        if token in ends or (one_line and "\n" in str(tokenizer.decode([token]))):
-            return generated[:number]
-    return generated
 
 
 def verify_grid(
@@ -145,7 +120,7 @@ def verify_grid(
 ) -> list[VerifyReport]:
     """Verify prompts together, for every update and dtype."""
     rows = [torch.cat(encoded(tokenizer, prompt), 1)[0] for prompt in prompts]
-    context = left_padded(rows, tokenizer)
+    context = dict(zip(("input_ids", "attention_mask"), padded(rows, "left"), strict=True))
     grid = [(dtype, update) for dtype in DTYPES for update in UPDATES]
     reports = []
     for done, (dtype, update) in enumerate(grid, 1):

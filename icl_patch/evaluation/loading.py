@@ -1,7 +1,6 @@
 """Loading a model with its tokenizer, and texts as its inputs."""
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -22,7 +20,7 @@ from transformers import (
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation import embedded
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.prompts import chat_text
+from icl_patch.models.prompts import chat_text, padded
 
 MARS_PROMPT = (
     "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed"
@@ -78,33 +76,17 @@ def load_model(
 
 def _check_loadable(model: str | Path, revision: str) -> None:
     """Check that there is something, and that its configuration is a causal language model's."""
-    path = Path(model)
-    if not path.exists() and (path.is_absolute() or str(model).startswith((".", "~"))):
-        raise OSError(f"expected a folder with a model, or a hub id, got {model}: no such folder")
-    if path.exists() and not (path / "config.json").is_file():
-        raise OSError(
-            f"expected a folder with a model, got {model}: there is no config.json in it"
-            " (save_pretrained writes one)"
-        )
     try:
         config: Any = AutoConfig.from_pretrained(model, revision=revision)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise OSError(
-            f"expected a folder with a model, or a hub id, got {model}: there is no such folder"
-            f" here, and the hub does not answer or has no such model: {error}"
+            "expected a folder with a model, as save_pretrained writes it, or a hub id, got"
+            f" {model}: {error}"
         ) from error
-    kind = config.model_type
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        what = "an encoder-decoder" if config.is_encoder_decoder else "no causal language model"
         raise UnsupportedModelError(
             f"expected a causal language model (decoder only, as Llama or Gemma), got {model} of"
-            f" type {kind!r}, {what}: choose another model"
-        )
-    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
-        raise UnsupportedModelError(
-            f"expected a causal language model, got {model} of type {kind!r}, an encoder that reads"
-            " in both directions: choose another model, or, if it was trained as a decoder, set"
-            ' "is_decoder": true in its config.json'
+            f" type {config.model_type!r}: choose another model"
         )
 
 
@@ -124,25 +106,10 @@ def encode_contexts(
     chat = chat or system is not None
     if chat:
         contexts = [chat_text(tokenizer, text, system) for text in contexts]
-    rows = [
-        torch.tensor(tokenizer(text, add_special_tokens=not chat)["input_ids"], dtype=torch.int64)
-        for text in contexts
-    ]
-    if not rows or not all(map(len, rows)):
+    rows = [tokenizer(text, add_special_tokens=not chat)["input_ids"] for text in contexts]
+    if not rows or not all(rows):
         raise ValueError("expected contexts of at least one token, got an empty one")
-    inputs = left_padded(rows, tokenizer)
-    return inputs["input_ids"], inputs["attention_mask"].bool()
-
-
-def left_padded(rows: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
-    """Rows of ids (T,) as ``input_ids`` and ``attention_mask``, (B, max T) int64; a tokenizer need
-    not have a token for padding.
-    """
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    return {
-        "input_ids": pad(list(rows), padding_value=tokenizer.pad_token_id or 0),
-        "attention_mask": pad([torch.ones_like(row) for row in rows]),
-    }
+    return padded(rows, "left")
 
 
 def default_context(model: PreTrainedModel) -> str:

@@ -8,57 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.invariance.arithmetic import MODEL
-
-# The block's last operation, by its writer.
-_ENDS = {
-    "scale": "`m ⊙ Norm(W h)`",
-    "weight": "`W h`",
-    "bias": "`W h + b`",
-    "experts": "`Σ s_j W_j h_j`",
-}
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table of texts. A terminal too narrow for it gets it with rows and columns exchanged, if it
-    then needs less width.
-    """
+    """A table of texts."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
 
-    @property
-    def note(self) -> str | None:
-        """Stands below the table."""
-        return FLOOR_NOTE if any("0 here" in row for row in self.rows) else None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        upright = self._drawn(self.columns, [list(map(Text, row)) for row in self.rows])
-        named = [
-            [Text(name, "bold"), *map(Text, cells)]
-            for name, *cells in zip(self.columns, *self.rows, strict=True)
-        ]
-        exchanged = self._drawn([""] * (1 + len(self.rows)), named, show_header=False)
-        # in which no word is broken
-        wide = options.update(max_width=10_000)
-        width, other = (console.measure(x, options=wide).minimum for x in (upright, exchanged))
-        yield exchanged if other < width > options.max_width else upright
-
-    def _drawn(self, columns: list[str], rows: list[list[Text]], **options: Any) -> Table:
-        options |= {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
-        drawn = Table(title=Text(self.title), caption=self.note, **options)
-        for column in columns:
+    def __rich__(self) -> Table:
+        drawn = Table(title=Text(self.title), title_justify="left", title_style="bold")
+        for column in self.columns:
             drawn.add_column(column, overflow="fold")
-        for row in rows:
-            drawn.add_row(*row)
+        for row in self.rows:
+            drawn.add_row(*map(Text, row))
         return drawn
 
 
@@ -69,9 +39,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     return ReportTable(title, list(columns), [list(map(format_value, row)) for row in rows])
 
 
-def table_of(title: str, records: Sequence[dict[str, Any]]) -> ReportTable:
-    """A table with a row for each record and a column for each key."""
-    return table(title, list(records[0]), [list(record.values()) for record in records])
+def _table_of(title: str, records: Sequence[dict[str, Any]]) -> ReportTable:
+    """A table with a column for each record and a row for each key, which a terminal of 80 columns
+    has room for.
+    """
+    columns, *rows = ([name, *(record[name] for record in records)] for name in records[0])
+    return table(title, columns, rows)
 
 
 def format_value(value: Any) -> str:
@@ -85,10 +58,9 @@ def format_value(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-FLOOR_NOTE = "0 here: batching happened to round alike; other sizes and machines differ"
-"""Stands below tables with a noise floor of 0."""
-
 LEGEND = {
+    "floor L∞": "the noise: how much the unmodified model's own logits differ when only batching or"
+    " caching changes. 0 here: batching happened to round alike; other sizes and machines differ",
     "reader error": "the largest difference, to the run with the context, in the outputs of the"
     " layers that read the MLP's input, relative to the largest output",
     "correction": "how much exact adds to the closed form, so that no bit differs; as small as"
@@ -98,13 +70,13 @@ LEGEND = {
     "promise kept": "exact: every bit is the same. direct and stable in fp32: every token is the"
     " same, and errors are within ten times the noise floor. Else there is no promise",
 }
-"""What columns of :func:`verify_tables` mean."""
+"""What rows of :func:`verify_tables` mean."""
 
 
 def legend(tables: Sequence[ReportTable]) -> str:
-    """The entries of :data:`LEGEND` for the columns of tables, as a list of Markdown."""
-    columns = {column for table in tables for column in table.columns}
-    entries = [f"- {name}: {meaning}" for name, meaning in LEGEND.items() if name in columns]
+    """The entries of :data:`LEGEND` for the rows of tables, as a list of Markdown."""
+    names = {row[0] for table in tables for row in table.rows}
+    entries = [f"- {name}: {meaning}" for name, meaning in LEGEND.items() if name in names]
     return "\n".join(textwrap.fill(entry, 80, subsequent_indent="  ") for entry in entries)
 
 
@@ -166,7 +138,7 @@ def _count(share: float, tokens: int) -> str:
 
 
 def verify_tables(reports: Sequence[VerifyReport]) -> list[ReportTable]:
-    """A table of verify reports, one row each; and one of exact updates in each arithmetic, if
+    """A table of verify reports, one column each; and one of exact updates in each arithmetic, if
     there are exact updates.
     """
     records = []
@@ -188,7 +160,7 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[ReportTable]:
                 "promise kept": report.passed if report.promises else "no promise",
             }
         )
-    tables = [table_of("Replay without context against the model with it", records)]
+    tables = [_table_of("Replay without context against the model with it", records)]
     exact_records = [
         {
             "dtype": report.dtype,
@@ -209,25 +181,12 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[ReportTable]:
         for steps in report.arithmetics
     ]
     title = "Exact steps by arithmetic; token match and L∞ max are against the unmodified model"
-    return [*tables, table_of(title, exact_records)] if exact_records else tables
-
-
-def support_markdown() -> str:
-    """The families by their blocks' last operation, then the refused ones, as a Markdown table."""
-    rows = []
-    for writer, ends in _ENDS.items():
-        names = ", ".join(
-            name for name, model in tiny_models.SUPPORTED.items() if model.writer == writer
-        )
-        rows.append([ends, names, ""])
-    rows += [["", name, model.note] for name, model in tiny_models.REFUSED.items()]
-    return markdown(["the block ends in", "families", "refused because"], rows)
+    return [*tables, _table_of(title, exact_records)] if exact_records else tables
 
 
 def to_markdown(table: ReportTable) -> str:
     """A table as Markdown, under its title."""
-    lines = markdown(table.columns, table.rows)
-    return f"## {table.title}\n\n{lines}\n" + (f"\n{table.note}\n" if table.note else "")
+    return f"## {table.title}\n\n{markdown(table.columns, table.rows)}\n"
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

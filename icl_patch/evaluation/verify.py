@@ -37,14 +37,14 @@ from icl_patch.evaluation.exact_steps import (
     one_pass_replays,
 )
 from icl_patch.evaluation.loading import default_context, encode_inputs, load_model
-from icl_patch.models.forward import check_last_type, over_columns
+from icl_patch.models.forward import check_last_type
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.patch.serialization import check_update
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.passes import Computation
-from icl_patch.recording.sequences import check_context, switches, with_media
+from icl_patch.recording.sequences import check_context, switches
 from icl_patch.tolerances import noise_limit
 
 # Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
@@ -226,10 +226,10 @@ def verify(
         context = default_context(loaded)
     ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat, system)
     check_context(ids, mask)
-    if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
+    shortest = int(mask.sum(1).min())
+    if shortest <= keep_last + 1:
         raise ValueError(
-            f"expected contexts of more than {keep_last + 1} tokens, got one of"
-            f" {int(mask.sum(1).min())}"
+            f"expected contexts of more than {keep_last + 1} tokens, got one of {shortest}"
         )
     check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
     check_vocabulary(loaded, ids, mask)
@@ -314,9 +314,7 @@ def _computations(attached: AttachedModel, run: BaselineRun) -> Iterator[Computa
     """The patch of every step, along the baseline's tokens."""
     ids, mask, cache = run.ids, run.mask, None
     for token_ids in run.tokens.unbind(1):
-        sequences = sequences_at(ids, mask, run.keep_last)
-        further = over_columns(run.inputs, sequences.head_ids.shape[1])
-        sequences = with_media(attached.model, sequences, further)
+        sequences, further = sequences_at(attached.model, ids, mask, run.keep_last, run.inputs)
         if cache is None or run.keep_last or switches(attached.model, sequences):
             cache = attached.prefill(sequences, **further)
         yield attached.compute_from(cache, sequences)

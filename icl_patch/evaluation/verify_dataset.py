@@ -7,6 +7,7 @@ of magnitude; a task's is the median of its rows'.
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,16 +18,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import ControllabilityError
-from icl_patch.evaluation.loading import left_padded, load_model
+from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.models.language_model import check_length
-from icl_patch.patch.serialization import check_update
+from icl_patch.models.prompts import padded
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale import Columns
-from icl_patch.scale.rows import EncodedRow, Reject, Row, encode_row, read_rows
+from icl_patch.scale.rows import EncodedRow, Reject, encode_row, read_rows
 
 _Z = 1.959964  # 95 % of a normal distribution lie within ± so many standard deviations
-_REASONS = 10  # of rejected rows, kept for the report
+_REASONS = 10  # of rejected rows, in the report
+_SAME = ("model", "family", "update", "dtype", "device", "keep_last", "promises")
 
 Interval = tuple[float, float]
 
@@ -135,7 +137,7 @@ def verify_dataset(
 ) -> DatasetReport:
     """Verify the prompt of every row, its context and its question, and summarise by task.
 
-    In memory are one batch, and four numbers a row.
+    In memory are one batch, four numbers a row, and two a batch.
 
     Args:
         model, tokenizer, max_new_tokens, update, dtype, device, keep_last, name: see
@@ -150,34 +152,43 @@ def verify_dataset(
             another argument does not fit.
         UnsupportedModelError: as :class:`icl_patch.ContextPatcher`.
     """
-    if max_new_tokens < 1 or keep_last < 0 or batch_rows < 1:
-        raise ValueError(
-            "expected max_new_tokens ≥ 1, keep_last ≥ 0 and batch_rows ≥ 1, got"
-            f" {max_new_tokens}, {keep_last} and {batch_rows}"
-        )
-    check_update(update)
+    if batch_rows < 1:
+        raise ValueError(f"expected batch_rows ≥ 1, got {batch_rows}")
     dataset, columns = Path(dataset), columns or Columns()
     total = sum(1 for _ in read_rows(dataset, columns))
     loaded, tokenizer = load_model(model, tokenizer, dtype, device)
     with ContextPatcher(loaded, update) as patcher:
         batch_rows = batch_rows if patcher.attached_model.takes_padding else 1
-    results = _Results()
+    numbers: dict[str | None, list[Tensor]] = defaultdict(list)  # of each row, by its task
+    floors: list[dict[str, float]] = []
+    passed: list[bool] = []
+    reasons: list[str] = []
+    same: dict[str, Any] = {}  # in all batches
 
     def encoded() -> Iterator[EncodedRow]:
         for row in read_rows(dataset, columns):
             try:
-                yield _encoded(loaded, tokenizer, row, columns, keep_last, max_new_tokens)
+                if isinstance(row, Reject):
+                    raise ValueError(row.reason)
+                one = encode_row(loaded, tokenizer, row, columns)
+                length = sum(one.lengths)
+                check_length(loaded, length, max_new_tokens - 1)
+                if length <= keep_last + 1:
+                    raise ValueError(f"expected more than {keep_last + 1} tokens, got {length}")
             except ValueError as error:
-                results.reject(row, error)
+                reasons.append(f"row {row.number}: {error}")
+            else:
+                yield one
 
     def verify_batch(batch: Sequence[EncodedRow]) -> None:
         """All rows; if some row has no patch, each by itself."""
         prompts = [torch.cat([row.context_ids[0], row.kept_ids[0]]) for row in batch]
+        ids, mask = padded(prompts, "left")
         try:
             report = verify(
                 loaded,
                 tokenizer,
-                context=left_padded(prompts, tokenizer),
+                context={"input_ids": ids, "attention_mask": mask},
                 max_new_tokens=max_new_tokens,
                 update=update,
                 keep_last=keep_last,
@@ -185,96 +196,46 @@ def verify_dataset(
             )
         except ControllabilityError as error:
             if len(batch) == 1:
-                results.reject(batch[0].row, error)
-            else:
-                for row in batch:
-                    verify_batch([row])
-        else:
-            results.add([row.row for row in batch], report)
+                reasons.append(f"row {batch[0].row.number}: {error}")
+                return
+            for row in batch:
+                verify_batch([row])
+            return
+        for row, own in zip(batch, _numbers(report, len(batch)), strict=True):
+            numbers[row.row.task].append(own)
+        floors.append(report.noise_floor)
+        passed.append(report.passed)
+        same.update({field: getattr(report, field) for field in _SAME})
 
     progress(0, total)
     rows = encoded()
     while batch := list(itertools.islice(rows, batch_rows)):
         verify_batch(batch)
-        progress(results.done, total)
-    return results.summary(max_new_tokens)
+        progress(len(reasons) + sum(map(len, numbers.values())), total)
+    if not same:
+        reason = reasons[0] if reasons else "it is empty"
+        raise ValueError(f"expected a data set with rows that can be verified, got none: {reason}")
+    return DatasetReport(
+        **same,
+        max_new_tokens=max_new_tokens,
+        noise_floor={measure: max(floor[measure] for floor in floors) for measure in floors[0]},
+        passed=all(passed),
+        rejected=len(reasons),
+        reasons=reasons[:_REASONS],
+        tasks=[_task(task, numbers[task]) for task in sorted(filter(None, numbers))],
+        total=_task("all", list(itertools.chain(*numbers.values()))),
+    )
 
 
-def _encoded(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    row: Row | Reject,
-    columns: Columns,
-    keep_last: int,
-    max_new_tokens: int,
-) -> EncodedRow:
-    """The tokens of a row; raises ValueError if it cannot be verified."""
-    if isinstance(row, Reject):
-        raise ValueError(row.reason)
-    encoded = encode_row(model, tokenizer, row, columns)
-    length = sum(encoded.lengths)
-    check_length(model, length, max_new_tokens - 1)
-    if length <= keep_last + 1:
-        raise ValueError(f"expected more than {keep_last + 1} tokens, got {length}")
-    return encoded
-
-
-class _Results:
-    """What is kept of the rows that were verified, and of those that were not."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str | None, list[Tensor]] = {}
-        self._floor: dict[str, float] = {}
-        self._passed = True
-        self._last: VerifyReport | None = None
-        self._rejected = 0
-        self._reasons: list[str] = []
-
-    @property
-    def done(self) -> int:
-        """Rows so far."""
-        return self._rejected + sum(map(len, self._rows.values()))
-
-    def reject(self, row: Row | Reject, error: ValueError) -> None:
-        """Take a row that was not verified."""
-        self._rejected += 1
-        if len(self._reasons) < _REASONS:
-            self._reasons.append(f"row {row.number}: {error}")
-
-    def add(self, rows: Sequence[Row], report: VerifyReport) -> None:
-        """Take the rows of a batch."""
-        values = torch.tensor(
-            [[step.match, step.bit_identical, step.linf, step.tvd] for step in report.steps],
-            dtype=torch.float64,
-        ).view(len(rows), -1, 4)
-        numbers = torch.cat([values[..., :2].mean(1), values[..., 2:].amax(1)], 1)
-        for row, own in zip(rows, numbers, strict=True):
-            self._rows.setdefault(row.task, []).append(own)
-        self._last = report
-        self._passed = self._passed and report.passed
-        for measure, value in report.noise_floor.items():
-            self._floor[measure] = max(value, self._floor.get(measure, 0.0))
-
-    def summary(self, max_new_tokens: int) -> DatasetReport:
-        """The report; raises ValueError if no row was verified."""
-        last = self._last
-        if last is None:
-            reason = self._reasons[0] if self._reasons else "it is empty"
-            raise ValueError(
-                f"expected a data set with rows that can be verified, got none: {reason}"
-            )
-        names = ("model", "family", "update", "dtype", "device", "keep_last")
-        return DatasetReport(
-            **{name: getattr(last, name) for name in names},
-            max_new_tokens=max_new_tokens,
-            noise_floor=self._floor,
-            passed=self._passed,
-            promises=last.promises,
-            rejected=self._rejected,
-            reasons=self._reasons,
-            tasks=[_task(task, self._rows[task]) for task in sorted(filter(None, self._rows))],
-            total=_task("all", list(itertools.chain(*self._rows.values()))),
-        )
+def _numbers(report: VerifyReport, rows: int) -> Tensor:
+    """The share of steps that match and that are bit-identical, and the largest errors of each of
+    the rows: (rows, 4).
+    """
+    values = torch.tensor(
+        [[step.match, step.bit_identical, step.linf, step.tvd] for step in report.steps],
+        dtype=torch.float64,
+    ).view(rows, -1, 4)
+    return torch.cat([values[..., :2].mean(1), values[..., 2:].amax(1)], 1)
 
 
 def _task(name: str, rows: list[Tensor]) -> TaskReport:

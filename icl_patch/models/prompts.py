@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[int, ...]
@@ -185,6 +186,15 @@ def _end_of_system(
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
     """The ids of a text, without special tokens of the tokenizer's own."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def padded(rows: Sequence[Sequence[int] | Tensor], side: str) -> tuple[Tensor, Tensor]:
+    """Rows of ids as one batch, padded with 0 on the ``"left"`` or ``"right"``, and its mask:
+    (B, T) int64 and bool.
+    """
+    ids = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in ids]
+    return pad_sequence(ids, True, padding_side=side), pad_sequence(masks, True, padding_side=side)
 
 
 def own_front(tokenizer: PreTrainedTokenizerBase) -> Tokens:

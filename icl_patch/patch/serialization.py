@@ -162,7 +162,7 @@ def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     header, tensors = read_file(path)
-    check_kind(header, PER_TOKEN, "icl_patch.static.StaticPatch.load reads static patches")
+    check_kind(header, PER_TOKEN, "StaticPatch.load and icl-patch generate read static patches")
     info = PatchInfo(**read_fields(header, PatchInfo))
     with reading("blocks, layers and tokens"):
         entries = [(entry["path"], entry["form"]) for entry in header["blocks"]]

@@ -78,13 +78,10 @@ class BatchExtractor:
         rows = [read_record(None, record, columns) for record in table.to_pylist()]
         readable = {row.id(columns): row for row in rows if isinstance(row, Row)}
         todo = [row for key, row in readable.items() if key not in finished]
-        reasons: dict[bytes, str] = {}
-
-        def reject(row: Row, reason: str) -> None:
-            reasons[row.id(columns)] = reason
-
-        for index in self._extractor.extract(todo, reject):
+        rejected: list[Reject] = []
+        for index in self._extractor.extract(todo, rejected):
             finished.update(map(bytes.fromhex, index["id"].to_pylist()))
+        reasons = {row.id: row.reason for row in rejected}
         results = [
             {"id": None, "reason": row.reason}
             if isinstance(row, Reject)

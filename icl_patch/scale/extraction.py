@@ -1,9 +1,10 @@
 """A patch for every row of a data set, shard by shard."""
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,7 @@ from icl_patch.scale.rows import Columns, Reject, Row, read_rows
 from icl_patch.scale.run import Contents, finished_ids, open_run
 
 _GROUP = 8  # batches' rows, which one process tokenizes and cuts into batches
-# Rows that are sorted by length: their texts are in memory.
-_WINDOW_ROWS = 4096
-_WINDOW_CHARACTERS = 2**25
+_WINDOW = 1024  # rows that are sorted by length: their texts are in memory
 _SAMPLE = 256  # the first rows, of which one must be right, and whose tokens are counted
 _VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
@@ -143,7 +142,7 @@ def extract_dataset(
     """Compute and write a patch for every row of a data set.
 
     The rows are read as a stream: in memory are the ids of all rows, or the reasons of those
-    without a patch, the texts of at most 4096, and the patches of one batch, whose rows have
+    without a patch, the texts of at most 1024, and the patches of one batch, whose rows have
     similar lengths. A stopped run goes on where it was: a patch in the index is there, whole, and
     is not computed again. Rows that cannot have a patch go to a file of rejects with the reason.
 
@@ -173,85 +172,64 @@ def extract_dataset(
     plan = make_plan(extractor, dataset, finished)
     on_plan(plan)
     open_run(folder, extractor.run)
-    rejects = _Rejects(folder, share)
+    rejected: list[Reject] = []
     patches, passed, largest = 0, 0, 0.0
-    for number, group in enumerate(_groups(dataset, columns, _GROUP * batching.rows, rejects)):
+    rows = _distinct(dataset, columns, share, rejected)
+    for number, group in enumerate(_groups(rows, _GROUP * batching.rows)):
         if share.takes(number):
             todo = [row for row in group if row.id(columns) not in finished]
-            for table in extractor.extract(todo, rejects.add):
+            for table in extractor.extract(todo, rejected):
                 patches += len(table)
                 largest = max(largest, *table["replay_error"].fill_null(0).to_pylist())
         passed += len(group)
         progress(passed, plan.distinct)
     rounded = patches > 0 and contents.factors_dtype is not None
     error = largest if rounded else None
-    return Summary(plan, share, patches, len(rejects.lines), rejects.save(), error)
+    rejects = _save_rejected(folder, share, rejected)
+    return Summary(plan, share, patches, len(rejected), rejects, error)
 
 
-class _Rejects:
-    """The rows without a patch, as JSON lines.
+def _save_rejected(folder: Path, share: Share, rejected: list[Reject]) -> Path | None:
+    """Write the rows without a patch as JSON lines and return the file, None if there are none.
 
-    Every run meets them again, so the file is written at its end, in place of an earlier run's.
+    Every run meets them again, so the file takes the place of an earlier run's; a run of one number
+    of processes removes the files of another.
     """
-
-    def __init__(self, folder: Path, share: Share) -> None:
-        self._folder, self.share = folder, share
-        self.lines: list[bytes] = []
-
-    def add(self, row: Row | Reject, reason: str) -> None:
-        """Take one row with its reason."""
-        self.lines.append(json.dumps({"row": row.number, "reason": reason}).encode() + b"\n")
-
-    def save(self) -> Path | None:
-        """Write the file and return its path, None if there are no rejects; a run of one number of
-        processes removes the files of another.
-        """
-        of_world = f"of-{self.share.world_size:05d}.jsonl"
-        path = self._folder / f"rejects-{self.share.rank:05d}-{of_world}"
-        if self.share.rank == 0:
-            for old in self._folder.glob("rejects-*.jsonl"):
-                if not old.name.endswith(of_world):
-                    old.unlink()
-        if not self.lines:
-            path.unlink(missing_ok=True)
-            return None
-        write_atomically(path, self.lines)
-        return path
+    of_world = f"of-{share.world_size:05d}.jsonl"
+    path = folder / f"rejects-{share.rank:05d}-{of_world}"
+    if share.rank == 0:
+        for old in folder.glob("rejects-*.jsonl"):
+            if not old.name.endswith(of_world):
+                old.unlink()
+    if not rejected:
+        path.unlink(missing_ok=True)
+        return None
+    lines = (json.dumps({"row": x.number, "reason": x.reason}) + "\n" for x in rejected)
+    write_atomically(path, map(str.encode, lines))
+    return path
 
 
-def _groups(dataset: Path, columns: Columns, size: int, rejects: _Rejects) -> Iterator[list[Row]]:
-    """Rows of similar lengths, ``size`` at a time: every row with new texts is in one group.
+def _groups(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+    """Rows of similar lengths, ``size`` at a time.
 
     The groups do not depend on which patches are there, so that a continued run has the batches of
     one that was not stopped.
     """
-    for window in _windows(_distinct(dataset, columns, rejects)):
+    while window := list(itertools.islice(rows, _WINDOW)):
         window.sort(key=lambda row: (len(row.kept), len(row.context)))
         for start in range(0, len(window), size):
             yield window[start : start + size]
 
 
-def _windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows, as many at a time as may be in memory."""
-    window: list[Row] = []
-    characters = 0
-    for row in rows:
-        window.append(row)
-        characters += len(row.kept) + len(row.context)
-        if len(window) == _WINDOW_ROWS or characters >= _WINDOW_CHARACTERS:
-            yield window
-            window, characters = [], 0
-    if window:
-        yield window
-
-
-def _distinct(dataset: Path, columns: Columns, rejects: _Rejects) -> Iterator[Row]:
+def _distinct(
+    dataset: Path, columns: Columns, share: Share, rejected: list[Reject]
+) -> Iterator[Row]:
     """The rows that can be read, without duplicates; each process rejects a part of the others."""
     seen: set[bytes] = set()
     for number, row in enumerate(read_rows(dataset, columns)):
         if isinstance(row, Reject):
-            if rejects.share.takes(number):
-                rejects.add(row, row.reason)
+            if share.takes(number):
+                rejected.append(row)
         elif (key := row.id(columns)) not in seen:
             seen.add(key)
             yield row
@@ -268,30 +246,27 @@ def make_plan(extractor: Extractor, dataset: Path, finished: set[bytes]) -> Plan
     """
     seen: set[bytes] = set()
     sample: list[Row] = []
-    reasons: list[str] = []
-    rows = unreadable = todo = characters = 0
+    rejected: list[Reject] = []
+    rows = todo = characters = 0
     for row in read_rows(dataset, extractor.columns):
         rows += 1
         if isinstance(row, Reject):
-            unreadable += 1
-            reasons += [] if reasons else [f"row {row.number}: {row.reason}"]
+            rejected.append(row)
         elif (key := row.id(extractor.columns)) not in seen:
             seen.add(key)
             sample += [row] if len(sample) < _SAMPLE else []
             if key not in finished:
                 todo, characters = todo + 1, characters + len(row.kept)
+    unreadable = len(rejected)
     kept_tokens, bytes_per_token = 0.0, 0
     if todo or not seen:
-
-        def note(row: Row, reason: str) -> None:
-            reasons.append(f"row {row.number}: {reason}")
-
-        usable = extractor.encode(sample, note)
-        measured = extractor.measure(usable, note)
+        usable = extractor.encode(sample, rejected)
+        measured = extractor.measure(usable, rejected)
         if measured is None:
+            reasons = [f"row {row.number}: {row.reason}" for row in rejected[:1]]
             raise ValueError(
                 "expected a data set with rows that can have a patch, got none:"
-                f" {reasons[0] if reasons else 'it is empty'}"
+                f" {(*reasons, 'it is empty')[0]}"
             )
         bytes_per_token, tokens = measured, sum(row.lengths[0] for row in usable)
         kept_tokens = characters * tokens / sum(len(row.row.kept) for row in usable)

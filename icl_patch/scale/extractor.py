@@ -9,26 +9,26 @@ second run writes the same files.
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from icl_patch.errors import ControllabilityError, PatchFormatError
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.positions import switch_lengths
+from icl_patch.models.prompts import padded
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
+from icl_patch.patch.low_rank import LowRank
+from icl_patch.patch.parameter_changes import parameter_changes
 from icl_patch.patch.serialization import check_finite, widened
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.hooks import error_of
-from icl_patch.scale.rows import Columns, EncodedRow, Row, encode_row
+from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row
 from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Contents, Run, check_folder
 
 _TRIED = 8  # rows, to measure the size of a patch
@@ -51,10 +51,6 @@ class Batching:
     def __post_init__(self) -> None:
         if min(self.rows, self.tokens, self.nbytes) < 1:
             raise ValueError(f"expected numbers ≥ 1, got {self}")
-
-
-Rejecting = Callable[[Row, str], None]
-"""Takes a row that cannot have a patch, and the reason."""
 
 
 class Extractor:
@@ -84,7 +80,7 @@ class Extractor:
         self._memory_per_token: int | None = None
         self._switches = switch_lengths(patcher.model)
 
-    def encode(self, rows: Iterable[Row], reject: Rejecting) -> list[EncodedRow]:
+    def encode(self, rows: Iterable[Row], rejected: list[Reject]) -> list[EncodedRow]:
         """The rows that the model can take."""
         model, tokenizer = self.patcher.model, self.patcher.tokenizer
         assert tokenizer is not None
@@ -93,10 +89,10 @@ class Extractor:
             try:
                 encoded.append(encode_row(model, tokenizer, row, self.columns))
             except ValueError as error:
-                reject(row, str(error))
+                rejected.append(row.rejected(error, self.columns))
         return encoded
 
-    def measure(self, rows: Sequence[EncodedRow], reject: Rejecting) -> int | None:
+    def measure(self, rows: Sequence[EncodedRow], rejected: list[Reject]) -> int | None:
         """Compute the patch of a short row, after which batches keep to ``Batching.nbytes``.
 
         Returns:
@@ -106,7 +102,7 @@ class Extractor:
             try:
                 patch = compute_batch(self.patcher, [row])
             except ControllabilityError as error:
-                reject(row.row, str(error))
+                rejected.append(row.row.rejected(error, self.columns))
                 continue
             assert patch.logits is not None
             self._memory_per_token = _bytes_per_token(patch) + patch.logits[0, 0].nbytes
@@ -116,13 +112,13 @@ class Extractor:
             return _bytes_per_token(stored)
         return None
 
-    def extract(self, rows: Iterable[Row], reject: Rejecting) -> Iterator[pa.Table]:
+    def extract(self, rows: Iterable[Row], rejected: list[Reject]) -> Iterator[pa.Table]:
         """Write the patches of rows that have none yet; yields the index of each shard."""
-        encoded = self.encode(rows, reject)
+        encoded = self.encode(rows, rejected)
         if self._memory_per_token is None:
-            self.measure(encoded, lambda row, reason: None)
+            self.measure(encoded, [])
         for batch in self._batches(encoded):
-            yield from self._shards(batch, reject)
+            yield from self._shards(batch, rejected)
 
     def _batches(self, rows: list[EncodedRow]) -> Iterator[list[EncodedRow]]:
         """Rows that run at once, the shortest first."""
@@ -152,7 +148,7 @@ class Extractor:
             and self._kind(batch[0]) == self._kind(batch[-1])
         )
 
-    def _shards(self, batch: Sequence[EncodedRow], reject: Rejecting) -> Iterator[pa.Table]:
+    def _shards(self, batch: Sequence[EncodedRow], rejected: list[Reject]) -> Iterator[pa.Table]:
         """The index of a batch's shard; if some row cannot have a patch, of a shard for each of the
         others.
         """
@@ -160,10 +156,10 @@ class Extractor:
             yield self._write(batch)
         except (ControllabilityError, PatchFormatError) as error:
             if len(batch) == 1:
-                reject(batch[0].row, str(error))
+                rejected.append(batch[0].row.rejected(error, self.columns))
                 return
             for row in batch:
-                yield from self._shards([row], reject)
+                yield from self._shards([row], rejected)
 
     def _write(self, rows: Sequence[EncodedRow]) -> pa.Table:
         """Compute the patch of a batch, and write it with its part of the index, which is
@@ -241,21 +237,14 @@ def _bytes_per_token(patch: ContextPatch) -> int:
 def compute_batch(patcher: ContextPatcher, rows: Sequence[EncodedRow]) -> ContextPatch:
     """The patch of rows of different lengths."""
     device = input_device(patcher.model)
-    context, context_mask = _padded([row.context_ids[0] for row in rows], "left")
-    kept, kept_mask = _padded([row.kept_ids[0] for row in rows], "right")
+    context, context_mask = padded([row.context_ids[0] for row in rows], "left")
+    kept, kept_mask = padded([row.kept_ids[0] for row in rows], "right")
     return patcher.compute(
         context.to(device),
         kept.to(device),
         context_mask=context_mask.to(device),
         kept_mask=kept_mask.to(device),
     )
-
-
-def _padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """Ids (B, T) int64 and mask (B, T) bool."""
-    ids = pad_sequence(rows, batch_first=True, padding_side=side)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
-    return ids, mask.bool()
 
 
 def _schema(modules: list[str], statistics: bool) -> pa.Schema:
@@ -279,10 +268,9 @@ def sums_and_ranks(patch: ContextPatch, row: int) -> dict[str, dict[str, list[fl
     """``‖Σ_t ΔW_t‖_F`` and the rank of ``Σ_t ΔW_t``, t the kept tokens of one row, for every
     changed parameter by its module's name; Δb and Δm have a rank of at most 1.
 
-    From QR decompositions of the factors, in fp64: no matrix of a weight's size is built. Singular
-    values count if they exceed the largest one times the larger width times the spacing of fp32, in
-    which most factors are computed. Of experts it is the root of the sum of squares, and the sum of
-    the ranks.
+    From the factors, in fp64: no matrix of a weight's size is built. Singular values count if they
+    exceed the largest one times the larger width times the spacing of fp32, in which most factors
+    are computed. Of experts it is the root of the sum of squares, and the sum of the ranks.
 
     Returns:
         ``"sums"`` and ``"ranks"``, a number for each layer, 0 for a block that has no such module.
@@ -291,28 +279,19 @@ def sums_and_ranks(patch: ContextPatch, row: int) -> dict[str, dict[str, list[fl
     ranks: dict[str, list[float]] = defaultdict(lambda: [0] * len(patch.layers))
     for place, (index, layer) in enumerate(zip(patch.layer_indices, patch.layers, strict=True)):
         for change in parameter_changes(patch.blocks[index].spec, layer):
-            square = 0.0
-            for u, v in _matrices(change, row, patch.kept_mask[row]):
-                values = _singular_values(u, v)
-                spacing = torch.finfo(torch.float32).eps * max(u.shape[1], v.shape[1])
-                square += float(values.square().sum())
-                ranks[change.name][place] += int((values > values.max() * spacing).sum())
-            sums[change.name][place] = square**0.5
+            tokens = change.low_rank()[row, patch.kept_mask[row]]
+            experts = None if tokens.index is None else tokens.index.flatten()
+            total = LowRank(tokens.u.flatten(0, 1), tokens.v.flatten(0, 1), experts)
+            parts = [total]
+            if experts is not None:
+                parts = [total[experts == expert] for expert in experts.unique()]
+            sums[change.name][place] = float(total.norm())
+            ranks[change.name][place] = sum(map(_rank, parts))
     return {"sums": sums, "ranks": ranks}
 
 
-def _matrices(change: ParameterChange, row: int, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The factors (n, N) and (n, K) of each changed matrix, fp64; a vector has K = 1."""
-    if change.index is None:
-        u, v = change.u[row, kept], None if change.v is None else change.v[row, kept]
-        return [(u.double(), torch.ones_like(u[:, :1]).double() if v is None else v.double())]
-    u, v = change.in_slots()
-    index, u = change.index[row, kept], u[row, kept].double()
-    v = torch.ones_like(u[..., :1]) if v is None else v[row, kept].double()
-    return [(u[index == expert], v[index == expert]) for expert in index.unique()]
-
-
-def _singular_values(u: Tensor, v: Tensor) -> Tensor:
-    """Of ``Σ_t u_t v_tᵀ``."""
-    triangles = [torch.linalg.qr(factor.T, mode="r").R for factor in (u, v)]
-    return torch.linalg.svdvals(triangles[0] @ triangles[1].T)
+def _rank(change: LowRank) -> int:
+    """The rank of ``Σ_r u_r v_rᵀ``, from the triangles of the factors' QR decompositions."""
+    u, v = (torch.linalg.qr(factor.double().T, mode="r").R for factor in (change.u, change.v))
+    spacing = torch.finfo(torch.float32).eps * max(change.u.shape[1], change.v.shape[1])
+    return int(torch.linalg.matrix_rank(u @ v.T, rtol=spacing))

@@ -66,13 +66,20 @@ class Row:
         content = json.dumps([columns.prompt, self.context, self.kept])
         return hashlib.sha256(content.encode()).digest()[:16]
 
+    def rejected(self, error: Exception, columns: Columns) -> "Reject":
+        """This row without its texts, and why it has no patch."""
+        return Reject(self.number, str(error), self.id(columns))
+
 
 @dataclass(frozen=True)
 class Reject:
-    """A row that cannot be read, and the reason."""
+    """A row that cannot be read, or that has no patch, with the reason; ``id`` of its texts, if
+    they can be read.
+    """
 
     number: int | None
     reason: str
+    id: bytes | None = None
 
 
 @dataclass(frozen=True)

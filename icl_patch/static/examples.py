@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.language_model import check_length, check_vocabulary, vocabulary
 from icl_patch.models.positions import switch_lengths
-from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front
+from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front, padded
 
 ROW_TOKENS = 8192  # of a batch without gradients: bounds its memory
 _T = TypeVar("_T")
@@ -153,8 +153,7 @@ def front(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 
 def pad(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Right-padded ids (B, T)."""
-    width = max(map(len, rows))
-    return torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device)
+    return padded(rows, "right")[0].to(device)
 
 
 def preserved_texts() -> list[str]:
@@ -247,17 +246,15 @@ def greedy(
     model's first choice.
     """
     ends = ends_of(model, end)
-    width = max(map(len, rows))
-    check_length(model, width, max_new_tokens)
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids, mask = padded(rows, "left")
+    check_length(model, ids.shape[1], max_new_tokens)
     device = input_device(model)
     generate: Any = model.generate
     configured, model.generation_config = model.generation_config, GenerationConfig()
     try:
         generated: Tensor = generate(
             ids.to(device),
-            attention_mask=mask.to(device),
+            attention_mask=mask.long().to(device),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             eos_token_id=ends or None,
@@ -265,7 +262,7 @@ def greedy(
         )
     finally:
         model.generation_config = configured
-    return [_up_to_end(row, ends) for row in generated[:, width:].tolist()]
+    return [_up_to_end(row, ends) for row in generated[:, ids.shape[1] :].tolist()]
 
 
 def _up_to_end(ids: list[int], ends: list[int]) -> Tokens:

@@ -98,7 +98,7 @@ def fit(
     max_new_tokens: int = 64,
     accept_worse: bool = False,
     on_plan: Callable[[Plan], None] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> StaticPatch:
     """One change of weights with which the model, without the context of the examples, answers as
     it does with it: low-rank factors with the smallest mean KL(with context ‖ patched) over the

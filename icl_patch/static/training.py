@@ -127,7 +127,7 @@ class Training:
             for path, change in self.changes.items()
         }
 
-    def run(self, until: float = math.inf, progress: Progress | None = None) -> None:
+    def run(self, until: float = math.inf, progress: Progress = lambda done, total: None) -> None:
         """All steps; fewer if the held-out loss has not fallen for ``patience`` measurements, or if
         the time ``until``, of ``time.perf_counter``, comes first: the learning rate falls with the
         share of the steps or of the time that is used, whichever is larger.
@@ -146,8 +146,7 @@ class Training:
             if self.step % options.check_every == 0:
                 measured = self.step
                 self._keep_best()
-            if progress is not None:
-                progress(self.step, options.steps)
+            progress(self.step, options.steps)
         if measured != self.step:
             self._keep_best()
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import run
 from transformers import GenerationMixin
 
 from icl_patch import ContextPatch, ContextPatcher, embedded
-from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.verify import verify
 from icl_patch.models.prompts import encode
@@ -45,12 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     shutil.copytree(embedded.MODEL_DIR, path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return str(path)
-
-
-def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
-    status = cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -139,18 +133,3 @@ def test_generate_puts_the_front_of_a_static_patch_before_a_text(
         assert run(capsys, *command, "--context", CONTEXT, "--question", QUESTION)[0] == 0
         assert run(capsys, *command, "--question", QUESTION, "--chat")[0] == 0
         assert prompts[-2:] == [f"{begin}{CONTEXT}{QUESTION}", f"<user>{QUESTION}\n<model>"]
-
-
-def test_generate_takes_the_patch_of_a_token_for_its_own_tokens_only(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    file = tmp_path / "p.safetensors"
-    question = ["--question", QUESTION]
-    assert run(capsys, "extract", folder, "--system", CONTEXT, *question, "--out", file)[0] == 0
-    command = ["generate", folder, "--patch", file, "--max-new-tokens", 1]
-    assert run(capsys, *command, *question, "--chat")[0] == 0
-    for other in (question, ["--question", "bcdf>", "--chat"], ["--question", ">"]):
-        status, _, err = run(capsys, *command, *other)
-        assert status == 2
-        assert "expected a prompt that ends with the tokens of the patch" in err
-        assert r"'<user>fmrp>\n<model>'" in err and "icl-patch replay" in err

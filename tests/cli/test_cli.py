@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import BertConfig, PreTrainedConfig, T5Config, ViTConfig
+from support.commands import run
+from transformers import PreTrainedConfig, T5Config, ViTConfig
 
 from icl_patch import ContextPatch, ContextPatcher, embedded
 from icl_patch.bench.commands import tune
@@ -29,12 +30,6 @@ from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
 
 
-def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    status = cli.main(arguments)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 def prompt_text() -> str:
     prompt = embedded.held_out_prompts("recall", 1)[0]
     return prompt.context + prompt.question
@@ -43,7 +38,7 @@ def prompt_text() -> str:
 def test_verify_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     plot = tmp_path / "figure.png"
     status, out, err = run(
-        capsys, "verify", "--max-new-tokens", "5", "--dtype", "bf16", "--json", "--plot", str(plot)
+        capsys, "verify", "--max-new-tokens", "5", "--dtype", "bf16", "--json", "--plot", plot
     )
     numbers = json.loads(out)
     assert (status, err, numbers["tokens"]) == (0, "", 5)
@@ -53,7 +48,7 @@ def test_verify_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture, tmp_
 
 
 def test_a_terminal_of_80_columns_breaks_no_word(capsys: pytest.CaptureFixture) -> None:
-    """The short verdict, and the tables, whose rows become columns there."""
+    """The short verdict, and the tables."""
     verified = verify(max_new_tokens=3)
     for line in report.verdict_lines(verified).splitlines():
         assert len(line) <= 80
@@ -61,16 +56,11 @@ def test_a_terminal_of_80_columns_breaks_no_word(capsys: pytest.CaptureFixture) 
         "identical: yes, 3 of 3 tokens, in two passes, to the unmodified model"
     )
     tables = report.verify_tables([verified])
-    shown = {}
-    for width in (80, 200):
-        console = Console(width=width, file=io.StringIO())
-        console.print(*tables)
-        shown[width] = console.file.getvalue()
-        assert max(map(len, shown[width].splitlines())) <= width
-        names = [column for table in tables for column in table.columns]
-        assert all(name in shown[width] for name in names)
-    header = next(line for line in shown[200].splitlines() if "reader error" in line)
-    assert "bit-identical" in header  # one row of names: nothing is exchanged there
+    console = Console(width=80, file=io.StringIO())
+    console.print(*tables)
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(row[0] in shown for table in tables for row in table.rows)
     assert len(report.legend(tables).splitlines()) > 5
 
 
@@ -108,85 +98,89 @@ def test_an_empty_context_and_a_temperature_of_zero_are_what_they_say(
     assert "temperature" in json.loads(out)["error"]["message"]
 
 
-@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
-def test_extract_then_inspect_and_replay(
-    capsys: pytest.CaptureFixture, tmp_path: Path, update: str
-) -> None:
+def test_extract_then_inspect_and_replay(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "context.safetensors"
     prompt = embedded.held_out_prompts("recall", 1)[0]
-    given = ("--context", prompt.context, "--question", prompt.question, "--update", update)
-    command = ("extract", *given, "--out", str(file), "--json")
-    status, out, _ = run(capsys, *command)
-    assert status == 0
-    assert json.loads(out)["kept_tokens"] == len(prompt.question)
-    assert ContextPatch.load(file).info.update == update
-    status, out, _ = run(
-        capsys, "inspect", "embedded", "--patch", str(file), "--device", "cpu", "--json"
-    )
+    given = ("--context", prompt.context, "--question", prompt.question, "--update", "stable")
+    status, out, _ = run(capsys, "extract", *given, "--out", file, "--json")
+    assert (status, json.loads(out)["kept_tokens"]) == (0, len(prompt.question))
+    assert ContextPatch.load(file).info.update == "stable"
+    command = ("--patch", file, "--device", "cpu", "--json")
+    status, out, _ = run(capsys, "inspect", "embedded", *command)
     summary = json.loads(out)
-    assert status == 0
-    assert summary["kept_text"] == [prompt.question]
-    status, out, _ = run(capsys, "replay", "--patch", str(file), "--device", "cpu", "--json")
-    assert status == 0
-    assert json.loads(out)["rows"][0]["replayed"][-1] == prompt.answer[0]
+    assert (status, summary["kept_text"]) == (0, [prompt.question])
     assert len(summary["norms"]["mlp.gate_proj"]) == summary["layers"] == 6
-    status, out, _ = run(capsys, "inspect", "--patch", str(file))
-    assert status == 0
-    assert "mlp.up_proj" in out
+    status, out, _ = run(capsys, "replay", *command)
+    assert (status, json.loads(out)["rows"][0]["replayed"][-1]) == (0, prompt.answer[0])
+
+
+MODEL_FILE = embedded.MODEL_DIR / "model.safetensors"
+HERE = str(Path(__file__).parent)
+ERRORS = [
+    ("", 2, "UsageError", "required: COMMAND"),
+    ("dance", 2, "UsageError", "invalid choice: 'dance'"),
+    ("verify --dtype int3", 2, "UsageError", "expected one of fp32, bf16, fp16"),
+    ("verify --max-new-tokens 0", 2, "UsageError", "expected a number ≥ 1, got 0"),
+    ("verify --device banana", 2, "UsageError", "expected a device of this machine"),
+    ("verify --device cuda:99", 2, "UsageError", "expected a device of this machine"),
+    ("verify --plot figure.xyz", 2, "UsageError", "ending in .png, .svg, .pdf"),
+    ("verify --plot /nowhere/figure.png", 2, "UsageError", "expected a folder that exists"),
+    ("verify --context a --dataset .", 2, "UsageError", "not allowed with argument --context"),
+    ("verify --plot a.png --dataset .", 2, "ValueError", "expected no --plot with --dataset"),
+    ("verify --task-column a", 2, "ValueError", "expected no --task-column without --dataset"),
+    ("verify --out a", 2, "ValueError", "expected no --out without --dataset"),
+    ("verify --dataset . --task-column kept", 2, "ValueError", "expected different columns"),
+    ("extract --out a", 2, "UsageError", "one of the arguments --context --context-file"),
+    ("extract --context a --question b --out a", 2, "ArgumentTypeError", "ending in .safetensors"),
+    ("extract --context a --out a.safetensors", 2, "ValueError", "expected --question"),
+    ("extract --dataset . --prefix a --out a", 2, "ValueError", "no --prefix with --dataset"),
+    ("extract --context a --layers 1 --out a", 2, "ValueError", "no --layers without --dataset"),
+    ("extract --dataset . --layers x --out a", 2, "UsageError", "expected blocks as START:STOP"),
+    ("extract --dataset /nowhere --out a", 2, "UsageError", "expected a data set, there is no"),
+    ("report --question b --out a.html", 2, "UsageError", "one of the arguments --context"),
+    ("verify /nowhere/at/all", 2, "OSError", "or a hub id, got /nowhere/at/all: "),
+    (f"verify {HERE}", 2, "OSError", "expected a folder with a model, as save_pretrained writes"),
+    ("verify --context-file /nowhere/at/all", 2, "FileNotFoundError", "No such file"),
+    ("verify --context a --keep-last 9", 2, "ValueError", "more than 10 tokens"),
+    ("verify --chat", 2, "ValueError", "chat template"),
+    ("verify --revision main", 2, "ValueError", "no --revision of the embedded model"),
+    ("inspect --patch /nowhere/at/all", 2, "FileNotFoundError", "No such file"),
+    (f"inspect --patch {HERE}", 1, "PatchFormatError", "which is a folder or a device"),
+    (f"inspect --patch {__file__}", 1, "PatchFormatError", "safetensors"),
+    (f"inspect --patch {MODEL_FILE} --device cpu", 2, "ValueError", "expected MODEL with --revis"),
+]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["verify", "/nowhere/at/all"], 2, "got /nowhere/at/all: no such folder"),
-        (["verify", str(Path(__file__).parent)], 2, "there is no config.json in it"),
-        (["inspect", "--patch", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
-        (["inspect", "--patch", str(embedded.MODEL_DIR)], 2, "files there: model.safetensors"),
-        (["replay", "--patch", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
-        (["verify", "--context-file", "/nowhere/at/all"], 2, "No such file"),
-        (["verify", "--context", "a", "--keep-last", "9"], 2, "more than 10 tokens"),
-        (["verify", "--chat"], 2, "chat template"),
-        (["verify", "--revision", "main"], 2, "expected no --revision of the embedded model"),
-        (["inspect", "--patch", __file__], 1, "safetensors"),
-        (["inspect", "--patch", __file__, "--device", "cpu"], 2, "expected MODEL with --revision"),
-    ],
+    ("command", "status", "kind", "message"), ERRORS, ids=[command for command, *_ in ERRORS]
 )
-def test_errors_are_one_line_on_stderr(
-    capsys: pytest.CaptureFixture, arguments: list[str], status: int, message: str
+def test_errors_are_a_line_on_stderr_or_json(
+    command: str,
+    status: int,
+    kind: str,
+    message: str,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    got, out, err = run(capsys, *arguments)
+    monkeypatch.chdir(tmp_path)
+    got, out, err = run(capsys, *command.split())
     assert (got, out) == (status, "") and message in err and "Traceback" not in err
-
-
-BAD_USAGE = {
-    "nothing": "",
-    "unknown command": "dance",
-    "dtype": "verify --dtype int3",
-    "number": "verify --max-new-tokens 0",
-    "required": "extract",
-    "device": "verify --device banana",
-    "absent device": "verify --device cuda:99",
-    "plot suffix": "verify --plot figure.xyz",
-    "plot folder": "verify --plot /nowhere/figure.png",
-    "patch folder": "extract --context abc --question d --out /nowhere/x.safetensors",
-}
-
-
-@pytest.mark.parametrize("arguments", BAD_USAGE.values(), ids=BAD_USAGE)
-def test_bad_usage_exits_with_2(capsys: pytest.CaptureFixture, arguments: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments.split())
-    assert caught.value.code == 2
+    got, out, err = run(capsys, *command.split(), "--json")
+    error = json.loads(out)
+    assert (got, err, error["status"], error["error"]["type"]) == (status, "", status, kind)
+    assert message in error["error"]["message"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_patch_of_another_model_is_refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file, other = tmp_path / "p.safetensors", tmp_path / "other"
-    run(capsys, "extract", "--context", "abc", "--question", "d", "--out", str(file))
+    run(capsys, "extract", "--context", "abc", "--question", "d", "--out", file)
     model, tokenizer = embedded.load()
     model.get_submodule("model.layers.0.mlp.up_proj").weight.data[0, 0] += 1
     model.save_pretrained(other)
     tokenizer.save_pretrained(other)
-    status, _, err = run(capsys, "inspect", str(other), "--patch", str(file))
+    status, _, err = run(capsys, "inspect", other, "--patch", file)
     assert status == 1
     assert "expected a patch of" in err
 
@@ -201,7 +195,7 @@ def test_demo_writes_its_report(
         plot(shown, tokens, file)
 
     monkeypatch.setattr(figures, "plot", watched)
-    command = ["demo", "--prompts", "2", "--max-new-tokens", "6", "--report", str(tmp_path / "to")]
+    command = ["demo", "--prompts", "2", "--max-new-tokens", "6", "--report", tmp_path / "to"]
     status, out, _ = run(capsys, *command)
     data = json.loads((tmp_path / "to" / "report.json").read_text())
     assert status == 0 and data["passed"] is True
@@ -210,7 +204,8 @@ def test_demo_writes_its_report(
     }
     answer = embedded.held_out_prompts(embedded.KINDS[0], 1)[0].answer
     assert data["answers"][0]["patched"] == answer
-    assert drawn == [("exact", "bfloat16", f"{answer}\n")]
+    [(update, dtype, text)] = drawn
+    assert (update, dtype) == ("exact", "bfloat16") and text.startswith(f"{answer}\n")
     lines = out.splitlines()
     assert "without, but patched" in out
     assert "exact, bfloat16: identical: yes, 12 of 12 tokens" in lines
@@ -221,7 +216,7 @@ def test_demo_writes_its_report(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--version"], ["--help"], ["verify", "--help"], ["bench", "--help"], ["dance"]],
+    [["--version"], ["verify", "--help"], ["dance"]],
     ids=" ".join,
 )
 def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
@@ -251,14 +246,6 @@ def test_output_survives_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPa
     assert "identical: yes, 2 of 2 tokens" in terminal.read()
 
 
-def test_a_reader_that_has_seen_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        assert cli.main(["verify", "--max-new-tokens", "2", "--json"]) == 0
-
-
 def test_progress_is_labelled_from_the_start_and_a_pipe_that_is_closed_early_is_no_error() -> None:
     """Nor is it at the end of the process, where Python writes out what is left."""
     script = f"set -o pipefail; '{sys.executable}' -P -m icl_patch verify --max-new-tokens 3 | true"
@@ -275,18 +262,17 @@ def test_progress_is_labelled_from_the_start_and_a_pipe_that_is_closed_early_is_
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (T5Config(vocab_size=9, d_model=8, d_ff=8, num_layers=1), "'t5', an encoder-decoder"),
-        (BertConfig(vocab_size=9), "'bert', an encoder that reads in both directions"),
-        (ViTConfig(), "'vit', no causal language model"),
+        (T5Config(vocab_size=9, d_model=8, d_ff=8, num_layers=1), "of type 't5'"),
+        (ViTConfig(), "of type 'vit'"),
     ],
-    ids=["t5", "bert", "vit"],
+    ids=["t5", "vit"],
 )
 def test_models_that_are_no_causal_language_models(
     capsys: pytest.CaptureFixture, tmp_path: Path, config: PreTrainedConfig, message: str
 ) -> None:
     """Without weights: the configuration says it before they are loaded."""
     config.save_pretrained(tmp_path)
-    status, out, err = run(capsys, "verify", str(tmp_path))
+    status, out, err = run(capsys, "verify", tmp_path)
     assert (status, out) == (2, "")
     assert message in err and "choose another model" in err and str(tmp_path) in err
     assert len(err) < 500
@@ -295,7 +281,7 @@ def test_models_that_are_no_causal_language_models(
 def test_a_context_that_is_not_utf8(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "latin"
     file.write_bytes(b"caf\xe9")
-    status, out, err = run(capsys, "verify", "--context-file", str(file))
+    status, out, err = run(capsys, "verify", "--context-file", file)
     assert (status, out) == (2, "")
     assert f"expected UTF-8 text in {file}, got byte 0xe9 at 3" in err and "iconv" in err
 
@@ -314,30 +300,8 @@ def test_compile_without_a_compiler(
     assert "No working C++ compiler found" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "status"),
-    [
-        (["verify", "/nowhere/at/all"], "OSError", 2),
-        (["inspect", "--patch", __file__], "PatchFormatError", 1),
-        (["verify", "--keep-last", "99"], "ValueError", 2),
-        (["verify", "--dtype", "int3"], "UsageError", 2),
-    ],
-)
-def test_errors_are_json_where_results_are(
-    capsys: pytest.CaptureFixture, arguments: list[str], kind: str, status: int
-) -> None:
-    try:
-        got, out, err = run(capsys, *arguments, "--json")
-    except SystemExit as stop:
-        (out, err), got = capsys.readouterr(), stop.code
-    result = json.loads(out)
-    assert (got, err) == (status, "")
-    assert (result["error"]["type"], result["status"]) == (kind, status)
-    assert result["error"]["message"]
-
-
 def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    file = str(tmp_path / "p.safetensors")
+    file = tmp_path / "p.safetensors"
     given = ("--prefix", "mode ", "--context", "up", "--question", "per")
     run(capsys, "extract", *given, "--out", file)
     _, out, _ = run(capsys, "inspect", "--patch", file)
@@ -372,7 +336,7 @@ def test_generate_streams(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert sum(map(bool, printed)) > 1
 
 
-@pytest.mark.parametrize("module", ["rich.console", "torch", "transformers"])
+@pytest.mark.parametrize("module", ["rich.console", "torch"])
 def test_an_interrupt_while_importing_leaves_no_traceback(module: str) -> None:
     script = f"""
 import os, signal, sys

@@ -79,21 +79,6 @@ def test_all_tokens_are_bit_identical_and_one_flipped_bit_is_counted(
     assert counts["saved_identical"] == counts["saved"] - 1
 
 
-def test_signs_of_zero_are_bits_too() -> None:
-    zeros = torch.zeros(1, 2, 3)
-    other = zeros.clone()
-    other[0, 1, 2] = -0.0
-    assert real_steps.same_bits(zeros, other).tolist() == [[True, False]]
-
-
-def test_a_model_without_steps_of_one_pass_is_named() -> None:
-    model, batch = small_model(torch.float32), batch_of(RAGGED, 0, TOKENIZER)
-    with ContextPatcher(model) as patcher:
-        model.model.layers[0].register_forward_hook(lambda *_: None)
-        with pytest.raises(ValueError, match="expected exact steps in one pass"):
-            next(real_steps.patches(patcher, ONE_PASS, batch))
-
-
 @pytest.mark.stress
 def test_a_folder_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_model(torch.float32).save_pretrained(tmp_path / "model")

@@ -6,21 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import run
 from support.data_sets import own_logits, prompts, write_json_lines
 
 from icl_patch import ContextPatcher, embedded
-from icl_patch.cli import main as cli
 from icl_patch.cli.extract import _layers, _own_device
 
 scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow", exc_type=ModuleNotFoundError)
 
 ROWS = prompts(6)
-
-
-def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
-    status = cli.main(["extract", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 @pytest.fixture
@@ -36,7 +30,7 @@ def test_the_patches_answer_as_with_the_context(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "out"
-    status, text, plan = run(capsys, "--dataset", dataset, *COLUMNS, "--out", out)
+    status, text, plan = run(capsys, "extract", "--dataset", dataset, *COLUMNS, "--out", out)
     assert (status, text) == (0, f"{out}: 6 patches written\n")
     assert plan.startswith(
         "6 rows; patches to compute: 6, already there: 0; duplicates: 0, unreadable: 0\n"
@@ -60,7 +54,7 @@ def test_json_rejects_and_the_exit_status(
     options = ("--update", "stable", "--layers", "2:4", "--factors-dtype", "bf16")
     options += ("--batch-size", "2", "--batch-tokens", "100")
     command = ("--dataset", dataset, *COLUMNS, "--out", tmp_path / "out", *options)
-    status, text, _ = run(capsys, *command, "--json")
+    status, text, _ = run(capsys, "extract", *command, "--json")
     result = json.loads(text)
     assert (status, result["patches"], result["rejected"]) == (1, 6, 1)
     assert (
@@ -72,12 +66,12 @@ def test_json_rejects_and_the_exit_status(
     assert json.loads(line) == {"row": 6, "reason": "expected a column 'question', got 'text'"}
     assert len(list((tmp_path / "out" / "shards").iterdir())) >= 3
     assert scale.PatchDataset(tmp_path / "out").run.layers == [2, 3]
-    status, text, _ = run(capsys, *command)
+    status, text, _ = run(capsys, "extract", *command)
     expected = (
         f"0 patches written; rows without a patch: 1, for the reasons in {result['rejects']}\n"
     )
     assert (status, text) == (1, f"{tmp_path / 'out'}: {expected}")
-    status, text, _ = run(capsys, *command, "--update", "exact", "--json")
+    status, text, _ = run(capsys, "extract", *command, "--update", "exact", "--json")
     assert status == 2
     assert "expected patches of this run" in json.loads(text)["error"]["message"]
 
@@ -98,11 +92,11 @@ def test_chats_and_statistics(
     columns = ("--system-column", "text", "--kept-column", "question", "--statistics")
     command = (folder, "--dataset", dataset, *columns, "--out", tmp_path / "out")
     monkeypatch.setenv("RANK", "1")
-    status, text, err = run(capsys, *command)
+    status, text, err = run(capsys, "extract", *command)
     assert (status, err) == (0, "")
     assert text == f"{tmp_path / 'out'}: 0 patches written by process 1 of 2\n"
     monkeypatch.setenv("RANK", "0")
-    status, text, err = run(capsys, *command)
+    status, text, err = run(capsys, "extract", *command)
     assert status == 0 and "6 patches written by process 0 of 2" in text
     assert "statistics without factors" in err
     [first, *_] = scale.PatchDataset(tmp_path / "out").index.to_pylist()
@@ -110,43 +104,6 @@ def test_chats_and_statistics(
     assert first["kept_tokens"] == len(f"<user>{ROWS[0]['kept']}\n<model>")
     assert first["context_tokens"] == len(f"<system>{ROWS[0]['context']}\n")
     assert first["ranks"]["mlp.up_proj"][0] >= 1
-
-
-TOGETHER = {
-    "context": (["--dataset", "{}", "--context", "a"], "expected no --context with --dataset"),
-    "prefix": (["--dataset", "{}", "--prefix", "a"], "expected no --prefix with --dataset"),
-    "layers": (["--context", "a", "--layers", "1"], "expected no --layers without --dataset"),
-    "statistics": (["--statistics"], "expected no --statistics without --dataset"),
-    "nothing": ([], "expected one of --context, --context-file, --system and --dataset"),
-    "no question": (["--context", "a"], "expected --question"),
-    "folder": (["--context", "a", "--question", "b"], "ending in .safetensors, got 'out'"),
-    "one column": (
-        ["--dataset", "{}", "--context-column", "a", "--kept-column", "a"],
-        "expected different columns",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TOGETHER)
-def test_options_that_do_not_go_together(
-    case: str, dataset: Path, capsys: pytest.CaptureFixture
-) -> None:
-    arguments, message = TOGETHER[case]
-    given = [argument.format(dataset) for argument in arguments]
-    status, _, err = run(capsys, *given, "--out", "out")
-    assert status == 2
-    assert err.startswith(f"icl-patch extract: {message}") or message in err
-    assert not Path("out").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--dataset", "/nowhere"], ["--layers", "x"], ["--layers", "1:2:3:4"], ["--batch-size", "0"]],
-)
-def test_bad_values(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["extract", *arguments, "--out", "out"])
-    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize(
@@ -164,7 +121,7 @@ def test_without_pyarrow(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("icl_patch.scale")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status, _, err = run(capsys, "--dataset", dataset, "--out", "out")
+    status, _, err = run(capsys, "extract", "--dataset", dataset, "--out", "out")
     assert status == 2
     assert "expected pyarrow for data sets of contexts" in err and "icl-patch[data]" in err
 

@@ -562,10 +562,7 @@ def test_batches_have_rows_of_similar_lengths(extracted: Path) -> None:
         assert following is None or not is_right([*kept, following[0][0]])
 
 
-@pytest.mark.parametrize("limit", ["_WINDOW_ROWS", "_WINDOW_CHARACTERS"])
-def test_only_so_many_texts_are_in_memory(
-    limit: str, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_so_many_texts_are_in_memory(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read when those before them are passed."""
     read = 0
 
@@ -576,9 +573,10 @@ def test_only_so_many_texts_are_in_memory(
             yield row
 
     monkeypatch.setattr(extraction, "read_rows", counted)
-    monkeypatch.setattr(extraction, limit, 4 if limit == "_WINDOW_ROWS" else 60)
+    monkeypatch.setattr(extraction, "_WINDOW", 4)
     passed = 0
-    for group in extraction._groups(dataset, scale.Columns(), 2, None):
+    rows = extraction._distinct(dataset, scale.Columns(), scale.Share(), [])
+    for group in extraction._groups(rows, 2):
         assert len(group) <= 2 and passed < read <= passed + 4
         passed += len(group)
     assert passed == len(ROWS)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import run
 from support.full_disk import full_disk
 
 from icl_patch import ContextPatcher, embedded
 from icl_patch.cli import fit
-from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
 from icl_patch.patch.fingerprints import tokenizer_fingerprint
 from icl_patch.patch.serialization import read_file
@@ -27,12 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [x.context + x.question + x.answer for x in prompts if "german" not in x.context]
     (path / "texts.json").write_text(json.dumps(texts))
     return path
-
-
-def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
-    status = cli.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 @pytest.fixture
@@ -65,17 +59,14 @@ def test_generate_with_a_static_patch(patch_file: Path, capsys: pytest.CaptureFi
     assert "no --compile" in err
 
 
-def test_generate_with_the_patch_of_a_token(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_patch_of_a_token_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "token.safetensors"
     arguments = ["--context", "mode upper\nbcdf", "--kept", ">", "--update", "stable"]
     assert run(capsys, "extract", *arguments, "--out", file)[0] == 0
-    arguments = ["--context", ">", "--patch", file, "--max-new-tokens", "1", "--json"]
-    status, out, _ = run(capsys, "generate", *arguments)
-    assert status == 0
-    assert len(json.loads(out)["token_ids"]) == 1
-    for command in ("export", "apply"):
-        status, _, err = run(capsys, command, "--patch", file, "--out", tmp_path / "out")
-        assert status == 2 and "expected a static patch, got" in err
+    out = ("--out", tmp_path / "out")
+    for command, *options in (("export", *out), ("apply", *out), ("generate", "--context", ">")):
+        status, _, err = run(capsys, command, "--patch", file, *options)
+        assert status == 1 and "expected kind 'static', got 'per_token'" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -141,8 +132,8 @@ def test_inspect_shows_a_static_patch(
     assert status == 0
     assert "4 held-out questions" in out
     status, _, err = run(capsys, "replay", "--patch", patch_file)
-    assert status == 2
-    assert "expected a patch of one change per token" in err
+    assert status == 1
+    assert "icl-patch generate read static patches" in err
 
 
 def test_a_refused_fit_writes_nothing(

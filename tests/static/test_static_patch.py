@@ -154,7 +154,7 @@ def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
         assert torch.equal(loaded.changes[path].v, change.v)
     with pytest.raises(FingerprintMismatch):
         StaticPatch.load(file, build("llama", seed=1))
-    with pytest.raises(PatchFormatError, match=r"StaticPatch\.load reads"):
+    with pytest.raises(PatchFormatError, match=r"StaticPatch\.load and icl-patch"):
         ContextPatch.load(file)
 
 

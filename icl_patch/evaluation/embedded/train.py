@@ -3,16 +3,14 @@
 
 The seed fixes the initial weights, the documents and their order; two runs on one machine give the
 same file. The model is a small Gemma 3 over bytes; its sliding window of 32 is shorter than most
-few-shot prompts. After training, the held-out prompts are scored with and without their context and
-the result is written to ``OUT_DIR/scores.json`` beside the model.
+few-shot prompts.
 """
 
-import json
 import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +21,15 @@ from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
-from icl_patch.evaluation.embedded.tasks import CHANCE, KINDS, held_out_prompts, training_document
-from icl_patch.evaluation.loading import encode_contexts
+from icl_patch.evaluation.embedded.tasks import training_document
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 _OTHER_TOKENS_WEIGHT = 0.1  # loss weight of tokens outside an answer: most of them are noise
 # Batches drawn together and sorted by length: a batch then holds documents of similar length.
 _POOL = 16
-_ANSWER_TOKENS = 24  # line end included: "quattro quattro quattro" is the longest answer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -141,34 +135,6 @@ def train(
     return model.eval(), tokenizer
 
 
-def score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int = 200
-) -> dict[str, dict[str, float]]:
-    """The shares of whole answers right on held-out prompts, with and without the context, and of
-    chance, by kind.
-    """
-
-    def share(texts: Sequence[str]) -> float:
-        ids, mask = encode_contexts(tokenizer, texts)
-        generate: Any = model.generate
-        options: Any = {"max_new_tokens": _ANSWER_TOKENS, "do_sample": False}
-        out = generate(ids, attention_mask=mask.long(), **options)[:, ids.shape[1] :]
-        answers = tokenizer.batch_decode(out, skip_special_tokens=True)
-        pairs = zip(answers, prompts, strict=True)
-        return sum(text.startswith(f"{x.answer}\n") for text, x in pairs) / len(prompts)
-
-    scores = {}
-    for kind in KINDS:
-        prompts = held_out_prompts(kind, prompts_per_kind)
-        scores[kind] = {
-            "prompts": len(prompts),
-            "with_context": share([prompt.context + prompt.question for prompt in prompts]),
-            "without_context": share([prompt.question for prompt in prompts]),
-            "chance": CHANCE[kind],
-        }
-    return scores
-
-
 def main() -> None:
     out_dir = Path(sys.argv[1])
     # Sums are split by thread: one thread gives the same bits on any number of cores.
@@ -176,12 +142,8 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     model: Any
     model, tokenizer = train()
-    model = model.to(torch.bfloat16)  # score the weights as they are shipped
-    model.save_pretrained(out_dir)
+    model.to(torch.bfloat16).save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
-    scores = json.dumps(score(model.float(), tokenizer), indent=2)
-    (out_dir / "scores.json").write_text(scores + "\n")
-    print(scores)
 
 
 if __name__ == "__main__":
