@@ -31,7 +31,7 @@ from icl_patch.layers.router import PatchedRouter
 from icl_patch.models.block_spec import Writer
 from icl_patch.recording import updates
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
-from icl_patch.recording.diagnostics import BlockDiagnostics
+from icl_patch.recording.diagnostics import Note
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class BlockRecorder(ABC):
         self.shape = (0, 0) if valid is None else (valid.shape[0], valid.shape[1])  # (B, T)
         self.context = context
         self.exact = update == "exact"
-        self.diagnostics = BlockDiagnostics(block.block.path, self.valid)
+        self.notes: list[Note] = []  # for the block's diagnostics
         self.loop: OpenLoop | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
         self.direction: tuple[Tensor, ops.Direction] | None = None  # of which input, (B, T, K)
@@ -83,6 +83,12 @@ class BlockRecorder(ABC):
         closed.
         """
         self.block.on_residual(stack, self.on_residual)
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Call a method of :class:`icl_patch.recording.diagnostics.BlockDiagnostics`, perhaps
+        later.
+        """
+        self.notes.append((name, arguments))
 
     # -- factors
 
@@ -165,12 +171,9 @@ class BlockRecorder(ABC):
                 f"{self.block.block.path}: its MLP ends before its residual stream is known"
             )
         if self.spec.residual_multiplier == 0:
-            self.diagnostics.refuse(
-                "the factor of the block's branch is 0",
-                (self.delta != 0).any(-1),
-                torch.ones_like(self.delta[..., 0], dtype=torch.bool),
-            )
-            return torch.zeros_like(self.delta)
+            zero = torch.zeros_like(self.delta)
+            self.note("refuse", "the factor of the block's branch is 0", zero, self.delta)
+            return zero
         factor, multiplier = self.spec.residual_factor, self.spec.residual_multiplier
         target = self.delta if factor == multiplier else self.delta * factor / multiplier
         if self.spec.residual_weight is None:
@@ -205,7 +208,7 @@ class BlockRecorder(ABC):
         reference = reference.to(dtype)
         if y_ctx is not None:
             self.context.readers[name] = reference  # which a miss of an exact step needs
-        self.diagnostics.reader(patched, reference, u)
+        self.note("reader", patched, reference, u)
         return self.join(y_ctx, patched, output)
 
     def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
@@ -213,8 +216,7 @@ class BlockRecorder(ABC):
         assert self.direction is not None
         direction = self.direction[1]
         self.keep(layer, u=u, v=direction.v)
-        condition = f"the input z of {name} is 0"
-        self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, u, "input")
+        self.note("refuse", f"the input z of {name} is 0", direction.inverse_norm2, u, "input")
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction v (B, T, K) of the reduced rows of z, computed once a block."""
@@ -290,7 +292,7 @@ class BlockRecorder(ABC):
         gain: Tensor | None,
     ) -> None:
         """Keep a weight writer's factors; ``gain`` is v·h where the loop is going to be closed."""
-        self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
+        self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
         if gain is not None:
             self.open_loop(y, gain, layer, "u")
@@ -305,7 +307,7 @@ class BlockRecorder(ABC):
             direction = write_direction(layer, self.split(h)[1].reshape(-1, h.shape[-1]))
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
         inverse = self.unflat(direction.inverse_norm2)
-        self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
+        self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
         return self._add_stable(layer, self.split(h)[1], y, direction, dtype)
 
@@ -340,7 +342,7 @@ class BlockRecorder(ABC):
     def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """:func:`icl_patch.ops.stable_scale` on (B, T, d): u and m'. The worse status is noted."""
         stable = ops.stable_scale(delta.flatten(0, -2), norm.scale, x.flatten(0, -2), norm.eps)
-        self.diagnostics.inversion(stable.status.reshape(self.shape))
+        self.note("inversion", stable.status.reshape(self.shape))
         return stable.u.reshape(x.shape), stable.new_scale.reshape(x.shape)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
@@ -364,12 +366,8 @@ class BlockRecorder(ABC):
     def _direct_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """``m' = m + delta ⊘ Norm(x)``, (B, T, d)."""
         target, normalized = self.writer_target(), layer.normalize(x)
-        dead = normalized == 0
-        self.diagnostics.refuse(
-            f"the input of {self.spec.post_norm} is 0 where delta is not",
-            (dead & (target != 0)).any(-1),
-            dead.any(-1),
-        )
+        condition = f"the input of {self.spec.post_norm} is 0 where delta is not"
+        self.note("refuse", condition, normalized, target)
         return updates.direct_scale(target, normalized, layer.scale)
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
@@ -435,7 +433,7 @@ class BlockRecorder(ABC):
         """Keep the factor that was chosen, with the elements that it misses."""
         assert self.loop is not None
         self.keep(self.loop.layer, **{self.loop.name: factor})
-        self.diagnostics.closing(misses, correction)
+        self.note("closing", misses, correction)
 
 
 def same_place(x: Tensor, y: Tensor) -> bool:

@@ -3,13 +3,16 @@ unmodified model has left the activations with the context.
 """
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.recording import updates
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.block_recorder import BlockRecorder
+from icl_patch.recording.diagnostics import BlockDiagnostics
 
 
 class ClosingRecorder(BlockRecorder):
@@ -20,6 +23,16 @@ class ClosingRecorder(BlockRecorder):
         valid: (B, T) bool, the columns that hold kept tokens.
         context: the block's activations with the context, of the same tokens.
     """
+
+    def __init__(
+        self, block: AttachedBlock, update: str, valid: Tensor, context: BlockActivations
+    ) -> None:
+        super().__init__(block, update, valid, context)
+        self.diagnostics = BlockDiagnostics.of(block.block.path, valid.to(block.device))
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Call a method of the block's diagnostics."""
+        getattr(self.diagnostics, name)(*arguments)
 
     def hook(self, stack: ExitStack) -> None:
         """See the block's residual stream and its end."""

@@ -29,7 +29,7 @@ from icl_patch.recording.block_recorder import BlockRecorder, same_place
 
 class DecodeRecorder(BlockRecorder):
     """Compares the rows with the context, [:B], with the rows without it, [B:], module by module;
-    its diagnostics are resolved when they are used.
+    its notes become diagnostics when they are used.
 
     Args:
         block, update: as for :class:`BlockRecorder`.
@@ -132,7 +132,7 @@ class DecodeRecorder(BlockRecorder):
     def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
         """Keep a reader's factors, and both streams' outputs (2B, N)."""
         self.keep_factors(name, layer, u)
-        self.diagnostics.reader_pair(pair, u)
+        self.note("reader_pair", pair, u)
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output; a weight writer's in one product, which reads W once."""
@@ -143,8 +143,7 @@ class DecodeRecorder(BlockRecorder):
         v, inverse, _ = self.read_direction(rows)
         v = self.unflat(v)  # of rank 1, a patch for each row
         self.keep(layer, u=target, v=v)
-        condition = f"the input h of {self.spec.down} is 0"
-        self.diagnostics.refuse_at_zero(condition, self.unflat(inverse), target)
+        self.note("refuse", f"the input h of {self.spec.down} is 0", self.unflat(inverse), target)
         weight, bias = linear
         output = ops.patched_linear(
             rows,

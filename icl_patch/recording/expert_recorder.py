@@ -75,7 +75,7 @@ def _keep_index(
     """Keep the chosen experts (B, T, k), and count those that the context did not choose."""
     recorder.keep(layer, index=index)
     known = (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)
-    recorder.diagnostics.experts((~known).sum(-1))
+    recorder.note("experts", (~known).sum(-1))
 
 
 def _read(
@@ -86,16 +86,11 @@ def _read(
     """
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
-    recorder.diagnostics.refuse(
-        f"the input z of {recorder.spec.experts} is 0",
-        (inverse == 0) & (u != 0).flatten(2).any(-1),
-        inverse == 0,
-        "input",
-    )
+    recorder.note("refuse", f"the input z of {recorder.spec.experts} is 0", inverse, u, "input")
     recorder.keep(layer, read_u=u, read_v=v)
     z_own = recorder.split(z)[1].flatten(0, 1)
     patched = layer.add_read(read, z_own, u.flatten(0, 1), v.flatten(0, 1))
-    recorder.diagnostics.reader(recorder.unflat(patched), recorder.unflat(read_ctx), u)
+    recorder.note("reader", recorder.unflat(patched), recorder.unflat(read_ctx), u)
     return patched
 
 
@@ -139,13 +134,8 @@ def record_scaled_experts(
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
     change = updates.reader_update(target, read)
     u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))
-    dead, needed = recorder.unflat(scale == 0), recorder.unflat((change != 0).any(-1, keepdim=True))
-    recorder.diagnostics.refuse(
-        f"the input of {recorder.spec.experts} is 0",
-        (dead & needed).flatten(2).any(-1),
-        dead.flatten(2).any(-1),
-        "input",
-    )
+    condition = f"the input of {recorder.spec.experts} is 0"
+    recorder.note("refuse", condition, recorder.unflat(scale), recorder.unflat(change), "input")
     recorder.keep(layer, read_u=u, read_v=recorder.unflat(v))
 
     def add(product: Tensor) -> Tensor:
@@ -153,7 +143,7 @@ def record_scaled_experts(
         return torch.cat([product[:, :-batch], patched], 1)
 
     patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
-    recorder.diagnostics.reader(*map(recorder.unflat, (patched, target, change)))
+    recorder.note("reader", *map(recorder.unflat, (patched, target, change)))
     return layer.with_read(x, add)
 
 
@@ -175,12 +165,8 @@ def _write(
         v, shares = recorder.unflat(v), torch.where(live, shares, 0)
     total = shares.sum(-1, keepdim=True)
     target = target.to(wide)
-    none = total[..., 0] == 0
-    recorder.diagnostics.refuse(
-        f"the weights of the experts that {recorder.spec.experts} can use sum to 0",
-        none & (target != 0).any(-1),
-        none,
-    )
+    condition = f"the weights of the experts that {recorder.spec.experts} can use sum to 0"
+    recorder.note("refuse", condition, total, target)
     share = torch.where(total == 0, 0, 1 / total).to(wide)
     if v is None:
         u = target * share
