@@ -25,6 +25,7 @@ from icl_patch.models.trace import first_tensor
 from icl_patch.recording import updates
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.block_recorder import BlockRecorder, same_place
+from icl_patch.recording.diagnostics import Note
 
 
 class DecodeRecorder(BlockRecorder):
@@ -51,6 +52,7 @@ class DecodeRecorder(BlockRecorder):
         for_inductor: bool = False,
     ) -> None:
         super().__init__(block, update, None, BlockActivations())
+        self.notes: list[Note] = []
         # of readers that were recorded with one before them: the input, y and u
         self._recorded: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.patch_index, self.shape = patch_index.to(block.device), (len(patch_index) // 2, 1)
@@ -61,7 +63,11 @@ class DecodeRecorder(BlockRecorder):
         if self.receives_norm_input:
             self.block.on_norm_pair = self.on_norm_pair
         else:
-            super().hook(stack)
+            self.block.on_residual(stack, self.on_residual)
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Call a method of the block's diagnostics later."""
+        self.notes.append((name, arguments))
 
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (B, ...) as (B, 1, ...)."""
@@ -114,8 +120,8 @@ class DecodeRecorder(BlockRecorder):
         """z, and y and u of reader ``name``; ``rows`` is z as rows. In Triton's kernels other
         readers of z that come after it are recorded with it, and kept until they are called.
         """
-        direction, apart = self._flat_direction, self.spec.separately_normed
-        assert direction is not None
+        assert self.direction is not None
+        direction, apart = self.direction[2], self.spec.separately_normed
         if not ops.has_triton(z.device.type):
             return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])
         maps = {name: linear}
@@ -166,9 +172,8 @@ class DecodeRecorder(BlockRecorder):
     ) -> Tensor:
         if not self.for_inductor:
             return super()._add_stable(layer, h, y, direction, dtype)
-        u = self.kept(layer, "u")
-        assert direction.coeff is not None and u is not None
-        return (y + self.unflat(direction.coeff) * u).to(dtype)
+        assert direction.coeff is not None
+        return (y + self.unflat(direction.coeff) * self._factors[layer, "u"]).to(dtype)
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         if x.dtype == torch.float64:

@@ -33,7 +33,6 @@ from icl_patch.recording.attached_block import (
     replaying,
 )
 from icl_patch.recording.block_recorder import BlockRecorder
-from icl_patch.recording.closing_recorder import ClosingRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.expert_recorder import record_experts, record_scaled_experts
 from icl_patch.recording.patch_assembly import (
@@ -210,7 +209,7 @@ def close_on(
     for part in calls_of(patch.kept_ids.shape[1], recurrent):
         valid = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
         recorders = [
-            ClosingRecorder(block, update, valid, context.part(part))
+            BlockRecorder(block, update, valid, context.part(part))
             for block, context in zip(blocks, activations, strict=True)
         ]
         with running_in(patch.info.arithmetic), recording(recorders):
