@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from icl_patch import ops
+from icl_patch import metrics, ops
 from icl_patch.activations import ACTIVATIONS
 from icl_patch.layers.linear import LINEAR, PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule, like_rows_of, rows_of, untouched
@@ -192,8 +192,5 @@ def _same(fused: Forward, module: nn.Module, x: Tensor) -> bool:
     ):
         return False
     finite = expected.isfinite().all(-1)
-    output, expected = output[finite].double(), expected[finite].double()
-    near = (output - expected).abs().amax(-1) <= _ROUNDINGS * torch.finfo(
-        x.dtype
-    ).eps * expected.abs().amax(-1)
+    near = metrics.linf(output[finite], expected[finite]) <= _ROUNDINGS * torch.finfo(x.dtype).eps
     return bool(near.all()) and len(near) >= len(x) // len(_SCALES)

@@ -179,7 +179,7 @@ class DecodeStep:
         """Run the current token."""
         attached, step_inputs = self.plan.attached, self.inputs
         model: Any = attached.model
-        kind = ExactDecodeRecorder if self.plan.exact else DecodeRecorder
+        kind: Any = ExactDecodeRecorder if self.plan.exact else DecodeRecorder
         recorders = [
             kind(
                 block,
@@ -200,7 +200,7 @@ class DecodeStep:
         )
         with recording(recorders), self._attention(), self._overrides, self.plan.arithmetic():
             logits = model(**model_inputs).logits[-self.batch :, -1]
-        misses = close_loops(recorders)
+        misses = close_loops(recorders) if self.plan.exact else None
         factors = [recorder.factors for recorder in recorders]
         notes = [recorder.notes for recorder in recorders]
         flag, activations = maybe_infeasible(notes, logits), None

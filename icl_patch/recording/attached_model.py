@@ -70,12 +70,12 @@ from icl_patch.tolerances import rounding_limit
 class _Known:
     """What attaching found of a model.
 
-    state: of its modules, settings and weights then. block_specs: as of :class:`AttachedModel`.
-    weights: watched since. takes_padding: what was found since, by the hooks.
+    state: of its modules, settings and weights then. blocks: those on this rank. weights: watched
+    since. takes_padding: what was found since, by the hooks.
     """
 
     state: tuple[Any, ...]
-    block_specs: tuple[Block, ...]
+    blocks: list[Block]
     weights: WatchedWeights
     takes_padding: dict[HookIds, bool]
 
@@ -202,22 +202,26 @@ class AttachedModel:
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         if known is not None:
             self.weights, self._takes_padding = known.weights, known.takes_padding
-            self._set_specs(known.block_specs, False)
-            self._swap_blocks()
+            self._swap_blocks(known.blocks)
             return
         self.weights.refresh()
         check = SelfCheck(self.model, self.recurrent)
-        self._set_specs(self.ranks.shared(check.blocks), True)
-        self._swap_blocks()
+        self._swap_blocks(self.ranks.shared(check.blocks))
         check.run(self)
-        self._set_specs([block.block for block in self.blocks], True)
+        blocks = [block.block for block in self.blocks]
+        self._set_specs(blocks)
         if state is not None:
-            _known[self.model] = _Known(state, self.block_specs, self.weights, self._takes_padding)
+            _known[self.model] = _Known(state, blocks, self.weights, self._takes_padding)
 
-    def _set_specs(self, blocks: Sequence[Block], own: bool) -> None:
-        """Take the specs of all blocks, or of this rank's ``own``."""
+    def _swap_blocks(self, blocks: Sequence[Block]) -> None:
+        """Patch the blocks of this rank."""
+        self._set_specs(blocks)
+        self.blocks += [AttachedBlock(self.model, block, self.attachment) for block in blocks]
+
+    def _set_specs(self, blocks: Sequence[Block]) -> None:
+        """Take the specs of this rank's blocks, and of those of all others."""
         here = list(layers_of(self.model))
-        if own and self.ranks.size > 1 and stage_of(self.model) is not None:
+        if self.ranks.size > 1 and stage_of(self.model) is not None:
             words = self.ranks.exchange([[x.path, x.spec.to_json()] for x in blocks])
             blocks = [Block(path, BlockSpec.from_json(x)) for word in words for path, x in word]
         self.block_specs: tuple[Block, ...] = tuple(blocks)
@@ -249,11 +253,6 @@ class AttachedModel:
             {name: digest(tokens), "whether there are forward hooks": hooked, **options}
         )
         self.weights.refresh()
-
-    def _swap_blocks(self) -> None:
-        for place in self.places:
-            block = self.block_specs[place]
-            self.blocks.append(AttachedBlock(self.model, block, self.attachment))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -480,8 +479,7 @@ class AttachedModel:
         """Give a warning if the replay of an exact patch has other logits (B, T, V) than the run
         with the context at some valid (B, T) token.
         """
-        same = (replayed == expected) | (replayed.isnan() & expected.isnan())
-        wrong = ~same.all(-1) & valid
+        wrong = ~torch.isclose(replayed, expected, 0, 0, equal_nan=True).all(-1) & valid
         if not wrong.any():
             return
         error = error_of(replayed, expected, wrong)

@@ -121,10 +121,6 @@ class BlockRecorder:
         joined = x if x_ctx is None else torch.cat([x_ctx.to(x.dtype), x])
         return joined.reshape(*like.shape[:-1], x.shape[-1])
 
-    def join_experts(self, x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
-        """:meth:`join` for the output of experts."""
-        return self.join(x_ctx, x, like)
-
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (M, ...) as (B, T, ...)."""
         return x.reshape(*self.shape, *x.shape[1:])

@@ -249,14 +249,6 @@ class ExactDecodeRecorder(DecodeRecorder):
         """0: the factor is chosen after the pass."""
         return torch.zeros_like(y, dtype=dtype)
 
-    def join_experts(self, x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
-        """The experts' output with the context, and 0 for the rows without it if the experts are
-        the writer.
-        """
-        assert x_ctx is not None
-        writes = self.spec.writer is Writer.EXPERTS
-        return self.join(x_ctx, torch.zeros_like(x_ctx) if writes else x, like)
-
     def on_mixture(self, _module: Any, _args: Any, output: Any) -> None:
         """Keep what a mixture gives the rows without the context beside its writer: shared experts,
         or routed ones beside a shared writer.
@@ -279,18 +271,15 @@ class ExactDecodeRecorder(DecodeRecorder):
             self.residual = hidden + self.spec.residual_multiplier * self._beside.double()
 
 
-def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
+def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
     """Choose the exact factor of every block, alike blocks at once.
 
     Returns:
-        The elements that each block misses, (L, B); None for updates other than exact.
+        The elements that each block misses, (L, B).
     """
     misses: list[Tensor] = []
-    exact = [recorder for recorder in recorders if isinstance(recorder, ExactDecodeRecorder)]
-    if not exact:
-        return None
-    _write_together([recorder for recorder in exact if recorder.waiting is not None])
-    for _, group in groupby(exact, _form):
+    _write_together([recorder for recorder in recorders if recorder.waiting is not None])
+    for _, group in groupby(recorders, _form):
         alike = list(group)
         closed = _closed(alike)
         for recorder, part in zip(alike, closed, strict=True):

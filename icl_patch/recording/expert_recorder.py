@@ -45,7 +45,9 @@ def record_experts(
     h = layer.inner(read.to(z.dtype) if fused else read)
     output = recorder.unflat(layer.write(h, chosen, weights, fused))
     own = _end(recorder, layer, h, weights, output)
-    return recorder.join_experts(output_ctx, own, z)
+    if output_ctx is not None and recorder.exact and recorder.spec.writer is Writer.EXPERTS:
+        own = torch.zeros_like(output_ctx)  # the factor is chosen after the pass
+    return recorder.join(output_ctx, own, z)
 
 
 def _record_decode_step(
@@ -125,12 +127,12 @@ def record_scaled_experts(
     read = layer.read(slots, index)
     slots_of = _slots_of(index, index_ctx).unsqueeze(-1)
     target = layer.read(slots_ctx, index_ctx).take_along_dim(slots_of, 1)
-    v = recorder.direction[1].v.flatten(0, 1) if recorder.direction is not None else None
-    if v is None:
+    if recorder.direction is None:
         raise UnsupportedModelError(
             f"{recorder.block.block.path}: {recorder.spec.experts} runs before anything reads the"
             " MLP's input"
         )
+    v = recorder.direction[1].v.flatten(0, 1)
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
     change = updates.reader_update(target, read)
     u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))

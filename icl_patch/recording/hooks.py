@@ -116,18 +116,19 @@ def paths_of(hooks: HookIds) -> str:
     return ", ".join(path or "the model" for path in paths[:_SHOWN]) + more
 
 
+def errors_of(replayed: Tensor, expected: Tensor) -> Tensor:
+    """``max |replayed - expected| / max |expected|`` of logits (..., V), two NaN being equal."""
+    replayed = torch.where(replayed.isnan() & expected.isnan(), 0, replayed)
+    return metrics.linf(replayed, expected.nan_to_num(nan=0.0))
+
+
 def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
-    """``max |replayed - expected| / max |expected|``, the largest of all valid tokens.
+    """The largest of :func:`errors_of` of all valid tokens.
 
     Args:
-        replayed, expected: logits (B, T, V). Two NaN count as equal.
-        valid: (B, T) bool.
+        replayed, expected: logits (B, T, V). valid: (B, T) bool.
     """
-    replayed, expected = replayed[valid], expected[valid]
-    if not len(expected):
-        return 0.0
-    replayed = torch.where(replayed.isnan() & expected.isnan(), 0, replayed)
-    return float(metrics.linf(replayed, expected.nan_to_num(nan=0.0)).max())
+    return max(errors_of(replayed[valid], expected[valid]).tolist(), default=0.0)
 
 
 def wrong_patch(hooks: HookIds, error: float) -> UnsupportedModelError:

@@ -265,11 +265,10 @@ def replay_compared(
     def compare(layer: int, total: Tensor) -> None:
         output, start = outputs[layer], sum(x.shape[1] for x in missed[layer])
         assert output is not None
-        target = output[:, start:]
-        total = total.as_subclass(Tensor).reshape(len(target), -1, target.shape[-1])
-        target = target[:, : total.shape[1]]
-        differs = (total != target) & ~(total.isnan() & target.isnan())
-        missed[layer].append(differs.sum(-1).to(mask.device))
+        total = total.as_subclass(Tensor).reshape(len(output), -1, output.shape[-1])
+        target = output[:, start : start + total.shape[1]]
+        same = torch.isclose(total, target, 0, 0, equal_nan=True)
+        missed[layer].append((~same).sum(-1).to(mask.device))
 
     with ExitStack() as hooks:
         for layer, block in enumerate(attached.blocks):

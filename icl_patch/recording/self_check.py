@@ -26,6 +26,7 @@ from icl_patch.models.positions import first_position
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
+from icl_patch.recording.hooks import errors_of
 from icl_patch.recording.passes import (
     close_on,
     empty_slots,
@@ -318,12 +319,10 @@ def _has_few_bits(model: PreTrainedModel) -> bool:
 
 
 def _near(logits: Tensor, expected: Tensor) -> bool:
-    """Whether the largest difference, relative to the largest logit, may be rounding."""
-    off = torch.where(logits.isnan() & expected.isnan(), 0, logits - expected).abs().max()
-    size = expected.nan_to_num().abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-    return bool(off / size <= min(1.0, rounding_limit(expected.dtype)))
+    """Whether the largest difference, relative to a token's largest logit, may be rounding."""
+    return errors_of(logits, expected).max().item() <= min(1.0, rounding_limit(expected.dtype))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
     """Equal, a NaN to a NaN too."""
-    return bool(((x == y) | (x.isnan() & y.isnan())).all())
+    return torch.allclose(x, y, 0, 0, equal_nan=True)
