@@ -272,11 +272,10 @@ class SelfCheck:
     def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
         """Why kept tokens alone are others than with the context hidden, None if they are not."""
         hidden = ~self._live.squeeze(1)
-        pairs = zip(alone[hidden].flatten(0, 1), logits[hidden].flatten(0, 1), strict=True)
-        near = [_near(x, y) for x, y in pairs]
+        near = errors_of(alone[hidden], logits[hidden]) <= _limit(logits)
         # in half precision rounding may choose other experts for some tokens, or change them more
         # in another way; a wrong mask changes all of them
-        if all(near) or (_has_few_bits(self._model) and 2 * sum(near) >= len(near)):
+        if near.all() or (_has_few_bits(self._model) and 2 * near.sum() >= near.numel()):
             return None
         return (
             f"{self._name} does not give the kept tokens alone the logits that they have with"
@@ -319,8 +318,13 @@ def _has_few_bits(model: PreTrainedModel) -> bool:
 
 
 def _near(logits: Tensor, expected: Tensor) -> bool:
-    """Whether the largest difference, relative to a token's largest logit, may be rounding."""
-    return errors_of(logits, expected).max().item() <= min(1.0, rounding_limit(expected.dtype))
+    """Whether each token's logits are the same up to rounding."""
+    return bool((errors_of(logits, expected) <= _limit(expected)).all())
+
+
+def _limit(logits: Tensor) -> float:
+    """The error that may be rounding."""
+    return min(1.0, rounding_limit(logits.dtype))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
