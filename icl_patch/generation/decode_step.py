@@ -284,7 +284,7 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
                 "expected a patch of a CUDA graph's step to be asked for before the next step"
             )
         layers = tuple(
-            _of_live_rows(block, layer, live, copy=output.is_overwritten is not None)
+            _of_live_rows(block, layer, live)
             for block, layer in zip(blocks, output.factors, strict=True)
         )
         exact = output.misses is not None  # both streams have the same logits
@@ -304,11 +304,9 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
     return make
 
 
-def _of_live_rows(block: AttachedBlock, layer: Factors, live: Tensor, *, copy: bool) -> Factors:
-    """A block's factors and its norms' scales; rows that had ended have no change."""
+def _of_live_rows(block: AttachedBlock, layer: Factors, live: Tensor) -> Factors:
+    """A copy of a block's factors, with its norms' scales; rows that had ended have no change."""
     scales = scales_of(block, layer)
-    if not copy and live.all():
-        return layer | scales
     factors: Factors = {}
     for name, factor in layer.items():
         if not factor.is_floating_point():  # the indices of the active experts

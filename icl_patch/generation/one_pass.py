@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from icl_patch.generation.fused_modules import fused_modules
 from icl_patch.generation.shared_cache import SharedCacheStreams, attending
@@ -208,12 +208,17 @@ class DecodeStep:
             flag, activations = flag | misses.any(), [recorder.context for recorder in recorders]
         return StepOutput(logits, flag, factors, notes, misses=misses, activations=activations)
 
-    def _attention(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
         """Within this context the rows without the context attend to the current token alone."""
-        streams, attached = self.plan.streams, self.plan.attached
+        streams, model = self.plan.streams, self.plan.attached.model
         if streams is not None:
-            return streams.run(self.inputs.slot)
-        return _own_rows(attached.model, OneToken(self.inputs.mask, batch=self.batch))
+            with streams.run(self.inputs.slot):
+                yield
+        else:
+            visibility = OneToken(self.inputs.mask, batch=self.batch)
+            with restricted_attention(model, visibility), attending(lambda *_: None):
+                yield
 
     @cached_property
     def _overrides(self) -> Overrides:
@@ -240,12 +245,6 @@ class DecodeStep:
             return []
         forward = linear_forward(head) if is_plain_linear(head) else head.forward
         return [(head, lambda x: forward(x[-self.batch :]))]
-
-
-@contextmanager
-def _own_rows(model: PreTrainedModel, visibility: OneToken) -> Iterator[None]:
-    with restricted_attention(model, visibility), attending(lambda *_: None):
-        yield
 
 
 def maybe_infeasible(notes: list[list[Note]], like: Tensor) -> Tensor:

@@ -96,7 +96,6 @@ class SharedCacheStreams:
             the same bits; else both, (2B, 1, d).
 
     Attributes:
-        projections: of every block, the matrix that reads the attention's output.
         forwards: modules, each with the forward that it has in a step.
 
     Raises:
@@ -119,10 +118,10 @@ class SharedCacheStreams:
                 )
         # of the model, which some rank has
         self._last = blocks[-1] if is_last(model) and not context_only else None
-        self.projections = _output_projections(model, blocks)
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
-        outputs = [(module, self._doubled(module)) for module in self.projections]
+        projections = _output_projections(model, blocks)
+        outputs = [(module, self._doubled(module)) for module in projections]
         mixtures = [
             (block.mixture, _in_a_batch(block.mixture.forward))
             for block in blocks
@@ -164,11 +163,7 @@ class SharedCacheStreams:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
         streams.
         """
-        original = (
-            linear_forward(module)
-            if is_plain_linear(module) and isinstance(module, nn.Linear)
-            else module.forward
-        )
+        original = linear_forward(module) if is_plain_linear(module) else module.forward
 
         def forward(x: Tensor) -> Tensor:
             assert self._reduced is not None

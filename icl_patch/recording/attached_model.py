@@ -46,14 +46,7 @@ from icl_patch.patch.fingerprints import (
 from icl_patch.patch.serialization import PatchInfo, check_fit, check_update
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
-from icl_patch.recording.hooks import (
-    HookIds,
-    Hooks,
-    error_of,
-    paths_of,
-    wrong_patch,
-    wrong_replay,
-)
+from icl_patch.recording.hooks import HookIds, Hooks, error_of, paths_of
 from icl_patch.recording.passes import (
     Computation,
     compute_closing,
@@ -156,7 +149,7 @@ class AttachedModel:
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
         try:
-            with self.attachment.one_pass(), self._own_rounding():
+            with self.attachment.one_pass(), self.own_rounding():
                 self.ranks.shared(lambda: self._attach(state))
         except BaseException as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
@@ -174,8 +167,8 @@ class AttachedModel:
                 on_all_ranks(refusal)
             raise refusal from error
 
-    def _own_rounding(self) -> torch.autocast:
-        """Autocast off, whose rounding would hide the errors that attaching looks for."""
+    def own_rounding(self) -> torch.autocast:
+        """Autocast off, whose rounding would hide the errors that a trial looks for."""
         return torch.autocast(input_device(self.model).type, enabled=False)
 
     def _check_model(self, model: PreTrainedModel) -> None:
@@ -312,7 +305,7 @@ class AttachedModel:
         """Whether a row with padding on its left has the logits that it has alone; tried when it
         is first asked for.
         """
-        with self.attachment.one_pass(), torch.inference_mode(False), self._own_rounding():
+        with self.attachment.one_pass(), torch.inference_mode(False), self.own_rounding():
             hooked = self.hooks.current()
             if hooked not in self._takes_padding:
                 self._takes_padding[hooked] = takes_padding(self.model, self.recurrent)
@@ -342,7 +335,7 @@ class AttachedModel:
         self._check_rows(sequences)
         self.watch_hooks()
         names = names_of(model_inputs)
-        if names and sequences.has_prefix:
+        if names and (sequences.head_mask & ~sequences.head_absorbed).any():
             raise ValueError(
                 f"expected no prefix beside {', '.join(names)}: a replay runs the prefix without"
                 " them"
@@ -445,7 +438,11 @@ class AttachedModel:
             with self.hooks.removed():
                 expected = self.replay_logits(patch)
         if (error := error_of(logits, expected, patch.kept_mask)) > self._replay_limit:
-            raise wrong_replay(hooked, error)
+            others = f"got others on {paths_of(hooked)}" if hooked else "they have been removed"
+            raise UnsupportedModelError(
+                f"expected the forward hooks that the patch was computed with, {others}: the replay"
+                f" is off by {error:.1g} of the largest logit. Compute the patch again"
+            )
         return logits
 
     # -- models with forward hooks
@@ -470,7 +467,11 @@ class AttachedModel:
         error = error_of(self.replay_logits(patch), expected, valid)
         closed = self.update == "exact" and not report.misses.any()
         if error > (0 if closed else self._replay_limit):
-            raise wrong_patch(hooked, error)
+            raise UnsupportedModelError(
+                f"a patch cannot reproduce the model with forward hooks on {paths_of(hooked)}: its"
+                f" replay is off by {error:.1g} of the largest logit. Remove the hook, put it on"
+                " another module, set it before attaching, or choose another update"
+            )
         return replace(computation, patch=patch)
 
     def warn_unless_exact(

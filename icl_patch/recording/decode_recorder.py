@@ -332,5 +332,4 @@ def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[updates.Closed]:
         started_from=stacked(loop.factor for loop in loops),
         branch=alike[0].spec.residual_multiplier,
     )
-    parts = (closed.factor, closed.output, closed.misses, closed.correction)
-    return [updates.Closed(*part) for part in zip(*parts, strict=True)]
+    return [updates.Closed(*part) for part in zip(*closed, strict=True)]

@@ -73,11 +73,16 @@ def _record_decode_step(
 
 def _keep_index(
     recorder: BlockRecorder, layer: PatchedExperts, index: Tensor, index_ctx: Tensor
-) -> None:
-    """Keep the chosen experts (B, T, k), and count those that the context did not choose."""
+) -> Tensor:
+    """Keep the chosen experts (B, T, k), and count those that the context did not choose.
+
+    Returns:
+        (B, T, k, k) bool, which slots of the context have the expert of each slot.
+    """
     recorder.keep(layer, index=index)
-    known = (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)
-    recorder.note("experts", (~known).sum(-1))
+    same = index.unsqueeze(-1) == index_ctx.unsqueeze(-2)
+    recorder.note("experts", (~same.any(-1)).sum(-1))
+    return same
 
 
 def _read(
@@ -123,9 +128,9 @@ def record_scaled_experts(
         assert recorder.context.experts is not None
         slots_ctx, index_ctx = (part.flatten(0, 1) for part in recorder.context.experts)
         slots_ctx = slots_ctx.reshape(*index_ctx.shape, -1)
-    _keep_index(recorder, layer, recorder.unflat(index), recorder.unflat(index_ctx))
+    same = _keep_index(recorder, layer, recorder.unflat(index), recorder.unflat(index_ctx))
     read = layer.read(slots, index)
-    slots_of = _slots_of(index, index_ctx).unsqueeze(-1)
+    slots_of = same.flatten(0, 1).long().argmax(-1, keepdim=True)  # 0 where there is none
     target = layer.read(slots_ctx, index_ctx).take_along_dim(slots_of, 1)
     if recorder.direction is None:
         raise UnsupportedModelError(
@@ -187,8 +192,3 @@ def _write(
         recorder.keep(layer, write_u=padded)
         written = layer.add_written(out, gain, padded, h.dtype)
     return written
-
-
-def _slots_of(index: Tensor, index_ctx: Tensor) -> Tensor:
-    """The context's slot of each slot's expert (M, k); 0 where the context has it in none."""
-    return (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).long().argmax(-1)

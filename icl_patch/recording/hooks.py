@@ -129,21 +129,3 @@ def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
         replayed, expected: logits (B, T, V). valid: (B, T) bool.
     """
     return max(errors_of(replayed[valid], expected[valid]).tolist(), default=0.0)
-
-
-def wrong_patch(hooks: HookIds, error: float) -> UnsupportedModelError:
-    """The error for a patch that is wrong with these hooks."""
-    return UnsupportedModelError(
-        f"a patch cannot reproduce the model with forward hooks on {paths_of(hooks)}: "
-        f"its replay is off by {error:.1g} of the largest logit. Remove the hook, put it on "
-        "another module, set it before attaching, or choose another update",
-    )
-
-
-def wrong_replay(hooks: HookIds, error: float) -> UnsupportedModelError:
-    """The error for a replay with other hooks than those at the time of ``compute``."""
-    others = f"got others on {paths_of(hooks)}" if hooks else "they have been removed"
-    return UnsupportedModelError(
-        f"expected the forward hooks that the patch was computed with, {others}: "
-        f"the replay is off by {error:.1g} of the largest logit. Compute the patch again",
-    )
