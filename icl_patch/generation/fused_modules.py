@@ -67,7 +67,6 @@ def _rms_norm(module: nn.Module) -> PatchedRMSNorm | None:
         or not isinstance(weight, nn.Parameter)
         or weight.dim() != 1
         or not untouched(module)
-        or not (hasattr(module, "eps") or hasattr(module, "variance_epsilon"))
         # the classes of transformers compute in fp32 even so, our op does not
         or weight.dtype == torch.float64
     ):
@@ -155,7 +154,7 @@ def _width(reader: Any) -> int:
 
 
 def _activation(module: nn.Module) -> str | None:
-    if any(True for _ in (*module.parameters(), *module.buffers())) or not untouched(module):
+    if [*module.parameters(), *module.buffers()] or not untouched(module):
         return None
     x = torch.linspace(-8, 8, 161)
     limit = _ROUNDINGS * torch.finfo(x.dtype).eps * x.abs()  # of x: in GELU the result may cancel

@@ -112,10 +112,17 @@ class SharedCacheStreams:
                 " hooks, which move tensors between devices"
             )
         for block in blocks:
-            if reason := _unsupported_reason(block):
-                raise UnsupportedModelError(
-                    f"mode='shared_cache' does not cover {block.block.path}: {reason}"
-                )
+            spec = block.spec
+            reasons = {
+                "its MLP stands beside the attention": spec.parallel,
+                "its context layer keeps a state, which no query can be folded into": spec.mixer,
+                "it goes on from its sum, in shapes of its own": spec.continues_after_sum,
+            }
+            for reason, holds in reasons.items():
+                if holds:
+                    raise UnsupportedModelError(
+                        f"mode='shared_cache' does not cover {block.block.path}: {reason}"
+                    )
         # of the model, which some rank has
         self._last = blocks[-1] if is_last(model) and not context_only else None
         self._reduced: Tensor | None = None
@@ -199,17 +206,6 @@ def _in_a_batch(original: Forward) -> Forward:
         )
 
     return forward
-
-
-def _unsupported_reason(block: AttachedBlock) -> str | None:
-    """The reason why a block's streams cannot share a cache, or None."""
-    spec = block.spec
-    reasons = {
-        "its MLP stands beside the attention": spec.parallel,
-        "its context layer keeps a state, which no query can be folded into": spec.mixer,
-        "it goes on from its sum, in shapes of its own": spec.continues_after_sum,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:

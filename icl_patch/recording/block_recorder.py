@@ -10,9 +10,8 @@ Shapes: B rows, T tokens, d residual width; M = B·T rows of a matrix product.
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +29,7 @@ from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, 
 from icl_patch.recording.diagnostics import BlockDiagnostics
 
 
-@dataclass(frozen=True)
-class OpenLoop:
+class OpenLoop(NamedTuple):
     """An exact writer's fp64 output ``base + factor · gain``, with a factor that is still to be
     chosen.
     """

@@ -238,13 +238,6 @@ class ExactDecodeRecorder(DecodeRecorder):
         self.waiting = layer, self.split(h)[1], y, self._stream
         return self.join(y_ctx, torch.zeros_like(y, dtype=dtype), plain)
 
-    def keep_stream(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Keep the residual stream with the context and delta, (B, 1, d) fp32 or wider; returns the
-        writer's target.
-        """
-        self.context.hidden, self.delta = hidden, delta
-        return self.writer_target()
-
     def written(self, _layer: PatchedLinear, _h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         """0: the factor is chosen after the pass."""
         return torch.zeros_like(y, dtype=dtype)
@@ -300,8 +293,9 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
         h, y, streams = map(torch.stack, tensors)
         wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
         hidden, own = wide.reshape(len(alike), 2, -1, *h.shape[2:-1], wide.shape[-1]).unbind(1)
-        both = zip(alike, hidden, hidden - own, strict=True)
-        target = torch.stack([recorder.keep_stream(*x) for recorder, *x in both])
+        for recorder, stream, delta in zip(alike, hidden, hidden - own, strict=True):
+            recorder.context.hidden, recorder.delta = stream, delta
+        target = torch.stack([recorder.writer_target() for recorder in alike])
         v, inverse, _ = ops.read_direction(h, torch.float64)
         gain = (h.double() * v).sum(-1, keepdim=True)
         parts = (y.double(), target.double(), v, inverse, gain)

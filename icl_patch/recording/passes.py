@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from icl_patch.invariance.arithmetic import running_in
-from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
@@ -141,7 +140,7 @@ def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
         record = recorder.router if isinstance(reader, PatchedRouter) else recorder.reader
         reader.record(lambda layer, *inputs, name=name, record=record: record(name, layer, *inputs))
     if block.experts is not None:
-        scaled = isinstance(block.experts, PatchedScaledExperts)
+        scaled = block.spec.experts_scale_input
         record_these: Any = record_scaled_experts if scaled else record_experts
         block.experts.record(lambda layer, *inputs: record_these(recorder, layer, *inputs))
     if block.down is not None:

@@ -2,7 +2,7 @@
 blocks behave as their specs say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -201,10 +201,7 @@ class SelfCheck:
         if len(all_activations) != len(blocks):
             raise UnsupportedModelError(f"{self._name} does not run each of its blocks once a pass")
         for block, activations in zip(blocks, all_activations, strict=True):
-            if missing := block.readers.keys() - activations.readers:
-                raise UnsupportedModelError(
-                    f"{block.block.path} does not call its readers {', '.join(sorted(missing))}"
-                )
+            _check_readers(block, activations.readers)
             if activations.output is None or activations.hidden is None:
                 raise UnsupportedModelError(
                     f"{block.block.path} does not have its residual stream where it was found"
@@ -243,6 +240,8 @@ class SelfCheck:
             return None  # weights of zero have no patch; the user's tokens raise this again
         patch, report = computation.patch, computation.patch.report
         assert report is not None and patch.logits is not None
+        for place, block in zip(attached.places, attached.blocks, strict=True):
+            _check_readers(block, {name.removesuffix(".u") for name in patch.layers[place]})
         small = report.correction.amax((1, 2)) <= rounding_limit(dtype)
         if not small.all():
             path = attached.block_specs[int((~small).nonzero()[0])].path
@@ -274,6 +273,14 @@ class SelfCheck:
             f"{self._name} does not give the kept tokens alone the logits that they have with"
             " the context masked: its attention does not take the mask, or it has positions"
             " that the tokens alone cannot be given"
+        )
+
+
+def _check_readers(block: AttachedBlock, called: Iterable[str]) -> None:
+    """Raises UnsupportedModelError if some readers of a block were not called."""
+    if missing := sorted(block.readers.keys() - called):
+        raise UnsupportedModelError(
+            f"{block.block.path} does not call its readers {', '.join(missing)}"
         )
 
 
