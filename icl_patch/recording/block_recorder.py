@@ -180,8 +180,7 @@ class BlockRecorder:
         """A router's outputs, with its logits changed as a reader's output is."""
 
         def change(logits: Tensor) -> Tensor:
-            patched = self._record_reader(name, layer, z, logits, logits.dtype)
-            return patched.reshape(logits.shape)
+            return self._record_reader(name, layer, z, logits, logits.dtype)
 
         return layer.with_logits(z, change, *others)
 
@@ -289,12 +288,13 @@ class BlockRecorder:
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """The output matrix's share of a stable update: ``y + u (v·h)``, y (B, T, N)."""
-        direction = of_part(layer, self.split(h)[1].flatten(0, 1), self.read_direction(h))
+        _, own = self.split(h)
+        direction = of_part(layer, own.flatten(0, 1), self.read_direction(h))
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
         inverse = self.unflat(direction.inverse_norm2)
         self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
-        return self._add_stable(layer, self.split(h)[1], y, direction, dtype)
+        return self._add_stable(layer, own, y, direction, dtype)
 
     def _add_stable(
         self,

@@ -183,12 +183,11 @@ class SelfCheck:
         patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
         prefix = self._prefix(patch, cache)
         numbers = {block.spec.residual_multiplier for block in blocks}
-        if measured := ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
+        if ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
             ranks.shared(lambda: measure_multipliers(attached))
         if self._reason(attached, activations, patch, prefix) is None:
             return
-        if not measured:
-            ranks.shared(lambda: measure_multipliers(attached))
+        ranks.shared(lambda: measure_multipliers(attached))
         with observe(blocks) as activations:
             logits, _ = self._forward(positions, split=True)
         patch = replace(patch, logits=logits)
