@@ -309,11 +309,9 @@ def _of_live_rows(block: AttachedBlock, layer: Factors, live: Tensor) -> Factors
     scales = scales_of(block, layer)
     factors: Factors = {}
     for name, factor in layer.items():
-        if not factor.is_floating_point():  # the indices of the active experts
-            factors[name] = factor.clone()
-            continue
-        zero = torch.zeros((), device=factor.device)
-        unchanged = scales.get(name.replace(".new_scale", ".scale"), zero).to(factor.dtype)
+        # the indices of the active experts stay
+        none = torch.zeros_like(factor) if factor.is_floating_point() else factor
+        unchanged = scales.get(name.replace(".new_scale", ".scale"), none).to(factor.dtype)
         rows = live.to(factor.device)
         rows = rows.reshape(*rows.shape, *[1] * (factor.dim() - 2))
         factors[name] = torch.where(rows, factor, unchanged)
