@@ -1,8 +1,6 @@
-"""The updates as formulas: against the materialised matrices, the paper's Appendix B written out,
-and exact sums.
+"""The updates as formulas: against the materialised matrices, and the paper's Appendix B written
+out.
 """
-
-from fractions import Fraction
 
 import pytest
 import torch
@@ -214,40 +212,14 @@ def test_round_sum() -> None:
     assert torch.equal(updates.round_sum(x, x, torch.bfloat16), x.bfloat16())
 
 
-def exact_sum(residual: Tensor, base: Tensor, gain: Tensor, factor: Tensor) -> list[Fraction]:
-    parts = (
-        x.double().expand(factor.shape).flatten().tolist() for x in (residual, base, gain, factor)
-    )
-    return [
-        Fraction(r) + Fraction(b) + Fraction(k) * Fraction(f)
-        for r, b, k, f in zip(*parts, strict=True)
-    ]
-
-
 def check_closed(
     closed: updates.Closed, target: Tensor, residual: Tensor, base: Tensor, gain: Tensor
 ) -> None:
-    """Every target is hit: as the block computes its output, and by the exact sum to what fp64
-    leaves of the residual.
-    """
+    """Every target is hit, as the block computes its output."""
     assert not closed.misses.any()
     assert closed.factor.dtype == torch.float64
     total = residual.double() + (base.double() + closed.factor * gain.double())
     assert torch.equal(updates.round_sum(total, residual, target.dtype), target)
-    unit, sizes = (
-        Fraction(UNIT[target.dtype]),
-        zip(target.flatten().tolist(), residual.flatten().tolist(), strict=True),
-    )
-    spacing = Fraction(torch.finfo(target.dtype).smallest_normal * UNIT[target.dtype])
-    for total_k, (target_k, residual_k) in zip(
-        exact_sum(residual, base, gain, closed.factor), sizes, strict=True
-    ):
-        slack = (
-            Fraction(2) ** -40 * abs(Fraction(residual_k))
-            if target_k == 0
-            else Fraction(2) ** -50 * abs(Fraction(residual_k))
-        )
-        assert abs(total_k - Fraction(target_k)) <= unit * abs(Fraction(target_k)) + spacing + slack
 
 
 def writer(kind: str, seed: int, rows: int = 12, n: int = 64) -> tuple[Tensor, Tensor]:
