@@ -518,7 +518,7 @@ class AttachedModel:
                 raise ValueError("expected a patch with all its layers, got a part of one")
             check_fit(patch, self.model)
             own = [layers[place] for place in self.places]
-            stack.enter_context(replaying(self.blocks, own, shared=True))
+            stack.enter_context(replaying(self.blocks, own))
             self.attachment.applied = True
         try:
             yield

@@ -36,9 +36,9 @@ from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.expert_recorder import record_experts, record_scaled_experts
 from icl_patch.recording.patch_assembly import (
     Violations,
-    factors_of,
     layers_of_all,
     report_of_all,
+    scales_of,
 )
 from icl_patch.recording.sequences import Sequences
 
@@ -213,7 +213,8 @@ def close_on(
         ]
         with running_in(patch.info.arithmetic), recording(recorders):
             reduced.append(run_kept(attached.model, patch, prefix, part))
-        layers.append(factors_of(recorders))
+        factors = [(recorder.block, recorder.factors) for recorder in recorders]
+        layers.append(tuple(layer | scales_of(block, layer) for block, layer in factors))
         calls.append([recorder.diagnostics for recorder in recorders])
     device = patch.kept_ids.device
     report, violations = report_of_all(attached, calls, device)
