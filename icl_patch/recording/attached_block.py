@@ -220,7 +220,7 @@ class AttachedBlock:
             UnsupportedModelError: one token's, for a block with experts: a token's patch changes
                 only the experts that it chose.
         """
-        shared = all(x.dim() == 1 for x in factors.values())
+        shared = all(x.dim() < 3 for x in factors.values())
         if shared and self.experts is not None:
             raise UnsupportedModelError(
                 f"{self.block.path} has experts: a token's patch changes the experts it chose, and"
