@@ -15,7 +15,6 @@ from icl_patch.generation.one_pass import DecodeStep, RunStep, StepInputs, StepO
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.device_hooks import input_device, is_aligned
-from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.models import kv_cache
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel
@@ -149,7 +148,7 @@ def check_compilable(attached: AttachedModel, compilers: Collection[str]) -> Non
         "models split over processes": attached.ranks.size > 1,
         "accelerate's hooks, which move tensors between devices": is_aligned(model),
         "these experts: the host reads how many are chosen": any(
-            isinstance(block.experts, PatchedScaledExperts) for block in blocks
+            block.spec.experts_scale_input for block in blocks
         ),
         "exact steps with experts as a CUDA graph: the host reads how many rows one has": (
             captured and exact and any(block.experts for block in blocks)

@@ -5,7 +5,7 @@
 were. Shapes: B rows, S tokens so far, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
+from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.hooks import paths_of
 from icl_patch.recording.passes import Computation, close_on
 from icl_patch.recording.patch_assembly import (
@@ -224,10 +225,20 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 
 
 def _check_feasible(state: DecodeState, output: StepOutput) -> None:
-    resolved = [diagnostics.resolve(state.live) for diagnostics in output.diagnostics]
+    resolved = _diagnostics(state.attached.blocks, output, state.live)
     agree_on_violations(state.attached, resolved)
     for diagnostics in resolved:
         diagnostics.check(start=state.steps - 1)
+
+
+def _diagnostics(
+    blocks: Sequence[AttachedBlock], output: StepOutput, live: Tensor
+) -> list[BlockDiagnostics]:
+    """The diagnostics of a step, of the rows that were live."""
+    return [
+        BlockDiagnostics.of(block.block.path, live.to(block.device), notes)
+        for block, notes in zip(blocks, output.notes, strict=True)
+    ]
 
 
 def _refill(state: DecodeState, fill: Callable[[Sequences], Cache]) -> None:
@@ -273,10 +284,9 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
                 "expected a patch of a CUDA graph's step to be asked for before the next step"
             )
         layers = tuple(
-            _of_live_rows(block, layer, live, copy=output.is_overwritten is not None)
+            _of_live_rows(block, layer, live)
             for block, layer in zip(blocks, output.factors, strict=True)
         )
-        resolved = [diagnostics.resolve(live) for diagnostics in output.diagnostics]
         exact = output.misses is not None  # both streams have the same logits
         logits = output.logits.unsqueeze(1) if exact else None
         arithmetic = BATCH_INVARIANT if exact else MODEL
@@ -287,25 +297,21 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        report, _ = report_of_all(attached, [resolved], live.device)
+        report, _ = report_of_all(attached, [_diagnostics(blocks, output, live)], live.device)
         layers = layers_of_all(attached, layers, live.device)
         return replace(patch, layers=layers, report=report, logits=logits)
 
     return make
 
 
-def _of_live_rows(block: AttachedBlock, layer: Factors, live: Tensor, *, copy: bool) -> Factors:
-    """A block's factors and its norms' scales; rows that had ended have no change."""
+def _of_live_rows(block: AttachedBlock, layer: Factors, live: Tensor) -> Factors:
+    """A copy of a block's factors, with its norms' scales; rows that had ended have no change."""
     scales = scales_of(block, layer)
-    if not copy and live.all():
-        return layer | scales
     factors: Factors = {}
     for name, factor in layer.items():
-        if not factor.is_floating_point():  # the indices of the active experts
-            factors[name] = factor.clone()
-            continue
-        zero = torch.zeros((), device=factor.device)
-        unchanged = scales.get(name.replace(".new_scale", ".scale"), zero).to(factor.dtype)
+        # the indices of the active experts stay
+        none = torch.zeros_like(factor) if factor.is_floating_point() else factor
+        unchanged = scales.get(name.replace(".new_scale", ".scale"), none).to(factor.dtype)
         rows = live.to(factor.device)
         rows = rows.reshape(*rows.shape, *[1] * (factor.dim() - 2))
         factors[name] = torch.where(rows, factor, unchanged)

@@ -39,7 +39,8 @@ def keep_rounding(module: fx.GraphModule, free: Iterable[fx.Node]) -> None:
     free = frozenset(free)
     needed = {x for x in output.all_input_nodes if x not in free}
     for node in reversed(module.graph.nodes):
-        if node in needed or _writes(node):
+        writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+        if node in needed or writes:
             needed.add(node)
             needed.update(node.all_input_nodes)
     for node in list(module.graph.nodes):
@@ -50,10 +51,6 @@ def keep_rounding(module: fx.GraphModule, free: Iterable[fx.Node]) -> None:
         elif not _has_same_bits(node, node.target):
             node.target = _hidden(_for_numbers(node, node.target))
     module.recompile()
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _has_same_bits(node: fx.Node, operator: OpOverload) -> bool:
@@ -68,12 +65,9 @@ def _has_same_bits(node: fx.Node, operator: OpOverload) -> bool:
     packet = operator.overloadpacket
     if packet in _ADDS and node.kwargs.get("alpha", 1) != 1:
         return False
-    return packet in _SAME_BITS or (torch.Tag.pointwise in operator.tags and _is_flag(values[0]))
-
-
-def _is_flag(value: object) -> bool:
-    """Whether an operator's output is of bools or integers: a comparison, for example."""
-    return isinstance(value, Tensor) and not value.is_floating_point()
+    # of bools or integers: a comparison, for example
+    is_flag = isinstance(values[0], Tensor) and not values[0].is_floating_point()
+    return packet in _SAME_BITS or (torch.Tag.pointwise in operator.tags and is_flag)
 
 
 def _for_numbers(node: fx.Node, operator: OpOverload) -> OpOverload:

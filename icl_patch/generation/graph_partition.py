@@ -7,7 +7,7 @@ The cuts cost no fusion, because the compiler fuses nothing with a product.
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,34 +21,17 @@ from icl_patch.generation.eager_operators import keep_rounding
 BACKEND = "inductor"
 
 
-class _Kind:
-    """The graph of all equal regions. It is compiled when it first runs.
+def _compiled(module: fx.GraphModule, like: list[Tensor], eager_rounding: bool) -> Any:
+    """A region's graph, compiled for inputs that are ``like`` these."""
+    from torch._dynamo import lookup_backend  # takes seconds
+    from torch._inductor import config
 
-    eager_rounding: whether every result is rounded to its dtype, as eager operators do.
-    """
-
-    def __init__(self, module: fx.GraphModule, eager_rounding: bool) -> None:
-        self._module: fx.GraphModule | None = module
-        self._eager_rounding = eager_rounding
-        self._run: Callable[..., Sequence[Tensor]] | None = None
-
-    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """The outputs."""
-        if self._run is None:
-            assert self._module is not None
-            from torch._dynamo import lookup_backend  # takes seconds
-            from torch._inductor import config
-
-            # The inputs always have the same addresses and shapes. The checks of this would take a
-            # sixth of a step's time between the products.
-            with config.patch(
-                size_asserts=False,
-                alignment_asserts=False,
-                emulate_precision_casts=self._eager_rounding,
-            ):
-                self._run = lookup_backend(BACKEND)(self._module, list(inputs))
-            self._module = None
-        return self._run(*inputs)
+    # The inputs always have the same addresses and shapes. The checks of this would take a sixth of
+    # a step's time between the products.
+    with config.patch(
+        size_asserts=False, alignment_asserts=False, emulate_precision_casts=eager_rounding
+    ):
+        return lookup_backend(BACKEND)(module, like)
 
 
 def in_regions(
@@ -83,7 +66,7 @@ def in_regions(
     split = split_module(
         module, module, region.__getitem__, keep_original_input_name=False, tuple_return=True
     )
-    kinds: dict[str, _Kind] = {}
+    kinds: dict[str, Any] = {}
     for call in split.graph.find_nodes(op="call_module"):
         name = str(call.target)
         part = getattr(split, name)
@@ -92,8 +75,10 @@ def in_regions(
         places = [x.untyped_storage()._cdata for x in like]
         memory = [places.index(place) for place in places]
         kind = f"{part.graph} {[(x.shape, x.stride(), x.dtype, x.device) for x in like]} {memory}"
+        if kind not in kinds:
+            kinds[kind] = _compiled(part, like, eager_rounding)
         delattr(split, name)
-        setattr(split, name, kinds.setdefault(kind, _Kind(part, eager_rounding)))
+        setattr(split, name, kinds[kind])
     # a module looks for its tensors in its own dictionary first
     vars(split).update({**split._parameters, **split._buffers})
     return split

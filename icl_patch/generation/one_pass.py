@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from icl_patch.generation.fused_modules import fused_modules
 from icl_patch.generation.shared_cache import SharedCacheStreams, attending
@@ -31,7 +31,7 @@ from icl_patch.models.forward_override import (
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.decode_recorder import DecodeRecorder, ExactDecodeRecorder, close_loops
-from icl_patch.recording.diagnostics import BlockDiagnostics
+from icl_patch.recording.diagnostics import Note
 from icl_patch.recording.passes import recording
 
 
@@ -104,7 +104,7 @@ class StepOutput:
     Attributes:
         logits: (B, V) of the reduced stream.
         maybe_infeasible: () bool, whether some block may not be able to take up the context.
-        factors, diagnostics: of every block.
+        factors, notes: of every block; the notes for its diagnostics.
         misses: (L, B), the number of elements that an exact factor of each block misses; None for
             other updates. activations: of every block, with the context, if there are misses.
         is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
@@ -113,7 +113,7 @@ class StepOutput:
     logits: Tensor
     maybe_infeasible: Tensor
     factors: list[Factors]
-    diagnostics: list[BlockDiagnostics]
+    notes: list[list[Note]]
     is_overwritten: Callable[[], bool] | None = None
     misses: Tensor | None = None
     activations: list[BlockActivations] | None = None
@@ -179,7 +179,7 @@ class DecodeStep:
         """Run the current token."""
         attached, step_inputs = self.plan.attached, self.inputs
         model: Any = attached.model
-        kind = ExactDecodeRecorder if self.plan.exact else DecodeRecorder
+        kind: Any = ExactDecodeRecorder if self.plan.exact else DecodeRecorder
         recorders = [
             kind(
                 block,
@@ -200,24 +200,25 @@ class DecodeStep:
         )
         with recording(recorders), self._attention(), self._overrides, self.plan.arithmetic():
             logits = model(**model_inputs).logits[-self.batch :, -1]
-        misses = close_loops(recorders)
+        misses = close_loops(recorders) if self.plan.exact else None
         factors = [recorder.factors for recorder in recorders]
-        diagnostics = [recorder.diagnostics for recorder in recorders]
-        flag = maybe_infeasible(diagnostics, logits)
-        if misses is None:
-            return StepOutput(logits, flag, factors, diagnostics)
-        activations = [recorder.context for recorder in recorders]
-        flag = flag | misses.any()
-        return StepOutput(
-            logits, flag, factors, diagnostics, misses=misses, activations=activations
-        )
+        notes = [recorder.notes for recorder in recorders]
+        flag, activations = maybe_infeasible(notes, logits), None
+        if misses is not None:
+            flag, activations = flag | misses.any(), [recorder.context for recorder in recorders]
+        return StepOutput(logits, flag, factors, notes, misses=misses, activations=activations)
 
-    def _attention(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
         """Within this context the rows without the context attend to the current token alone."""
-        streams, attached = self.plan.streams, self.plan.attached
+        streams, model = self.plan.streams, self.plan.attached.model
         if streams is not None:
-            return streams.run(self.inputs.slot)
-        return _own_rows(attached.model, OneToken(self.inputs.mask, batch=self.batch))
+            with streams.run(self.inputs.slot):
+                yield
+        else:
+            visibility = OneToken(self.inputs.mask, batch=self.batch)
+            with restricted_attention(model, visibility), attending(lambda *_: None):
+                yield
 
     @cached_property
     def _overrides(self) -> Overrides:
@@ -246,17 +247,10 @@ class DecodeStep:
         return [(head, lambda x: forward(x[-self.batch :]))]
 
 
-@contextmanager
-def _own_rows(model: PreTrainedModel, visibility: OneToken) -> Iterator[None]:
-    with restricted_attention(model, visibility), attending(lambda *_: None):
-        yield
-
-
-def maybe_infeasible(diagnostics: list[BlockDiagnostics], like: Tensor) -> Tensor:
+def maybe_infeasible(notes: list[list[Note]], like: Tensor) -> Tensor:
     """Whether some block may not be able to take up the context, () bool, in a few launches."""
-    checks = [block.feasibility_checks() for block in diagnostics]
-    refused = [flag.to(like.device) for flags, _ in checks for flag in flags]
-    inverses = [inverse.to(like.device) for _, values in checks for inverse in values]
-    flags = [torch.cat(refused).any()] if refused else []
-    flags += [(torch.cat(inverses) == 0).any()] if inverses else []
-    return torch.stack(flags).any() if flags else like.new_zeros((), dtype=torch.bool)
+    refused = (arguments for block in notes for name, arguments in block if name == "refuse")
+    gains = {id(gain): gain for _, gain, *_ in refused}.values()  # readers share an input
+    if not gains:
+        return like.new_zeros((), dtype=torch.bool)
+    return (torch.cat([gain.flatten().to(like.device) for gain in gains]) == 0).any()

@@ -21,8 +21,6 @@ from icl_patch.errors import (
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.one_pass import DecodeMode, OnePass
 from icl_patch.invariance.arithmetic import reason_against
-from icl_patch.layers.device_hooks import input_device
-from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models.forward_override import overridable, what_runs
@@ -135,10 +133,9 @@ class StepPlans:
     def _try(self, mode: DecodeMode) -> OnePass:
         """A plan of one pass, whose steps on random tokens are their replays."""
         attached, exact = self.attached, self.attached.update == "exact"
-        model, device = attached.model, input_device(attached.model).type
+        model = attached.model
         uncovered = f"mode={mode.value!r} does not cover {type(model).__name__}"
-        # autocast's rounding would hide the errors that this check looks for
-        with attached.attachment.one_pass(), torch.autocast(device, enabled=False):
+        with attached.attachment.one_pass(), attached.own_rounding():
             shared = mode is DecodeMode.SHARED_CACHE
             plan = attached.ranks.shared(lambda: OnePass(attached, shared=shared))
             try:
@@ -160,9 +157,7 @@ def _check_batch_invariance(attached: AttachedModel, mode: DecodeMode) -> None:
     if attached.update != "exact":
         return
     model, reason = attached.model, reason_against(attached.model)
-    if reason is None and any(
-        isinstance(block.experts, PatchedScaledExperts) for block in attached.blocks
-    ):
+    if reason is None and any(block.spec.experts_scale_input for block in attached.blocks):
         reason = "its experts scale their input"
     for path, module in model.named_modules():
         if reason is None and _multiplies(module) and not _is_plain(module):

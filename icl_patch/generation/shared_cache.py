@@ -96,7 +96,6 @@ class SharedCacheStreams:
             the same bits; else both, (2B, 1, d).
 
     Attributes:
-        projections: of every block, the matrix that reads the attention's output.
         forwards: modules, each with the forward that it has in a step.
 
     Raises:
@@ -113,16 +112,23 @@ class SharedCacheStreams:
                 " hooks, which move tensors between devices"
             )
         for block in blocks:
-            if reason := _unsupported_reason(block):
-                raise UnsupportedModelError(
-                    f"mode='shared_cache' does not cover {block.block.path}: {reason}"
-                )
+            spec = block.spec
+            reasons = {
+                "its MLP stands beside the attention": spec.parallel,
+                "its context layer keeps a state, which no query can be folded into": spec.mixer,
+                "it goes on from its sum, in shapes of its own": spec.continues_after_sum,
+            }
+            for reason, holds in reasons.items():
+                if holds:
+                    raise UnsupportedModelError(
+                        f"mode='shared_cache' does not cover {block.block.path}: {reason}"
+                    )
         # of the model, which some rank has
         self._last = blocks[-1] if is_last(model) and not context_only else None
-        self.projections = _output_projections(model, blocks)
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
-        outputs = [(module, self._doubled(module)) for module in self.projections]
+        projections = _output_projections(model, blocks)
+        outputs = [(module, self._doubled(module)) for module in projections]
         mixtures = [
             (block.mixture, _in_a_batch(block.mixture.forward))
             for block in blocks
@@ -164,11 +170,7 @@ class SharedCacheStreams:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
         streams.
         """
-        original = (
-            linear_forward(module)
-            if is_plain_linear(module) and isinstance(module, nn.Linear)
-            else module.forward
-        )
+        original = linear_forward(module) if is_plain_linear(module) else module.forward
 
         def forward(x: Tensor) -> Tensor:
             assert self._reduced is not None
@@ -204,17 +206,6 @@ def _in_a_batch(original: Forward) -> Forward:
         )
 
     return forward
-
-
-def _unsupported_reason(block: AttachedBlock) -> str | None:
-    """The reason why a block's streams cannot share a cache, or None."""
-    spec = block.spec
-    reasons = {
-        "its MLP stands beside the attention": spec.parallel,
-        "its context layer keeps a state, which no query can be folded into": spec.mixer,
-        "it goes on from its sum, in shapes of its own": spec.continues_after_sum,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:

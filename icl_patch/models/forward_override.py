@@ -4,7 +4,7 @@ cheaper than a hook.
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ def what_runs(model: PreTrainedModel) -> list[Any]:
     return found
 
 
-def is_plain_linear(module: nn.Module) -> bool:
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the module is a linear map of torch's own that nobody has touched: one that
     :func:`icl_patch.ops.patched_linear` replaces.
     """
@@ -133,6 +133,5 @@ def plain_linears(model: nn.Module, blocks: Iterable[Block]) -> list[nn.Linear]:
     for block in blocks:
         for module in model.get_submodule(block.path).modules():
             if not isinstance(module, PatchedModule) and is_plain_linear(module):
-                assert isinstance(module, nn.Linear)
                 found.append(module)
     return found

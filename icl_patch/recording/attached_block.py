@@ -213,40 +213,32 @@ class AttachedBlock:
         return f"{reader}.v" if reader in self.spec.separately_normed else "readers.v"
 
     def replay(self, factors: Factors) -> None:
-        """Set every module to apply its factors, (B, T, ...)."""
-        self._set({name: x.flatten(0, 1) if x.dim() >= 3 else x for name, x in factors.items()})
-        if self.experts is not None:
-            self.experts.tokens = next(iter(factors.values())).shape[1]
-
-    def apply(self, factors: Factors) -> None:
-        """Set every module to apply one token's factors, (width,) each, to all tokens.
+        """Set every module to apply its factors: of every token, (B, T, ...), or one token's,
+        (width,), to all tokens.
 
         Raises:
-            UnsupportedModelError: the block has experts: a token's patch changes only the experts
-                that it chose.
+            UnsupportedModelError: one token's, for a block with experts: a token's patch changes
+                only the experts that it chose.
         """
-        if self.experts is not None:
+        shared = all(x.dim() < 3 for x in factors.values())
+        if shared and self.experts is not None:
             raise UnsupportedModelError(
                 f"{self.block.path} has experts: a token's patch changes the experts it chose, and"
                 " no others"
             )
-        of_rows = (".new_scale", ".bias_change")
-        self._set(
-            {name: x if name.endswith(of_rows) else x[None, None] for name, x in factors.items()}
-        )
-        for module in self.patched:
-            if isinstance(module, PatchedLinear):
-                module.shared = True
-
-    def _set(self, factors: Factors) -> None:
-        """Set every module to apply its factors."""
         self.off()
         for name, module, attribute in self.factor_places:
             if name in factors:
-                factor = factors[name]
+                factor, options = factors[name], {}
+                if shared and attribute in ("u", "v"):
+                    factor, options = factor[None, None], {"shared": True}
+                elif factor.dim() > 2:
+                    factor = factor.flatten(0, 1)
                 if self.group is not None and name in self.parted:
                     factor = part_of(factor, self.group)
-                module.replay(**{attribute: factor.to(self.device)})
+                module.replay(**{attribute: factor.to(self.device)}, **options)
+        if self.experts is not None:
+            self.experts.tokens = next(iter(factors.values())).shape[1]
         if self.down is not None and self.post_norm is None:
             written = self.down.bias_change if self.down.u is None else self.down.u
             # an exact factor: the sum is rounded at the block's end
@@ -432,16 +424,12 @@ def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
 
 
 @contextmanager
-def replaying(
-    blocks: Sequence[AttachedBlock], layers: Sequence[Factors], *, shared: bool = False
-) -> Iterator[None]:
-    """Within this context the blocks apply the given factors: of every token (B, T, ...), or
-    ``shared`` by all tokens (width,).
-    """
+def replaying(blocks: Sequence[AttachedBlock], layers: Sequence[Factors]) -> Iterator[None]:
+    """Within this context the blocks apply the given factors, as :meth:`AttachedBlock.replay`."""
     with ExitStack() as stack:
         for block, factors in zip(blocks, layers, strict=True):
             stack.callback(block.off)
-            (block.apply if shared else block.replay)(factors)
+            block.replay(factors)
             if any(factor.dtype == torch.float64 for factor in factors.values()):
                 _round_block(block, stack)
         yield

@@ -46,14 +46,7 @@ from icl_patch.patch.fingerprints import (
 from icl_patch.patch.serialization import PatchInfo, check_fit, check_update
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
-from icl_patch.recording.hooks import (
-    HookIds,
-    Hooks,
-    error_of,
-    paths_of,
-    wrong_patch,
-    wrong_replay,
-)
+from icl_patch.recording.hooks import HookIds, Hooks, error_of, paths_of
 from icl_patch.recording.passes import (
     Computation,
     compute_closing,
@@ -70,12 +63,12 @@ from icl_patch.tolerances import rounding_limit
 class _Known:
     """What attaching found of a model.
 
-    state: of its modules, settings and weights then. block_specs: as of :class:`AttachedModel`.
-    weights: watched since. takes_padding: what was found since, by the hooks.
+    state: of its modules, settings and weights then. blocks: those on this rank. weights: watched
+    since. takes_padding: what was found since, by the hooks.
     """
 
     state: tuple[Any, ...]
-    block_specs: tuple[Block, ...]
+    blocks: list[Block]
     weights: WatchedWeights
     takes_padding: dict[HookIds, bool]
 
@@ -156,7 +149,7 @@ class AttachedModel:
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
         try:
-            with self.attachment.one_pass(), self._own_rounding():
+            with self.attachment.one_pass(), self.own_rounding():
                 self.ranks.shared(lambda: self._attach(state))
         except BaseException as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
@@ -174,8 +167,8 @@ class AttachedModel:
                 on_all_ranks(refusal)
             raise refusal from error
 
-    def _own_rounding(self) -> torch.autocast:
-        """Autocast off, whose rounding would hide the errors that attaching looks for."""
+    def own_rounding(self) -> torch.autocast:
+        """Autocast off, whose rounding would hide the errors that a trial looks for."""
         return torch.autocast(input_device(self.model).type, enabled=False)
 
     def _check_model(self, model: PreTrainedModel) -> None:
@@ -202,22 +195,26 @@ class AttachedModel:
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         if known is not None:
             self.weights, self._takes_padding = known.weights, known.takes_padding
-            self._set_specs(known.block_specs, False)
-            self._swap_blocks()
+            self._swap_blocks(known.blocks)
             return
         self.weights.refresh()
         check = SelfCheck(self.model, self.recurrent)
-        self._set_specs(self.ranks.shared(check.blocks), True)
-        self._swap_blocks()
+        self._swap_blocks(self.ranks.shared(check.blocks))
         check.run(self)
-        self._set_specs([block.block for block in self.blocks], True)
+        blocks = [block.block for block in self.blocks]
+        self._set_specs(blocks)
         if state is not None:
-            _known[self.model] = _Known(state, self.block_specs, self.weights, self._takes_padding)
+            _known[self.model] = _Known(state, blocks, self.weights, self._takes_padding)
 
-    def _set_specs(self, blocks: Sequence[Block], own: bool) -> None:
-        """Take the specs of all blocks, or of this rank's ``own``."""
+    def _swap_blocks(self, blocks: Sequence[Block]) -> None:
+        """Patch the blocks of this rank."""
+        self._set_specs(blocks)
+        self.blocks += [AttachedBlock(self.model, block, self.attachment) for block in blocks]
+
+    def _set_specs(self, blocks: Sequence[Block]) -> None:
+        """Take the specs of this rank's blocks, and of those of all others."""
         here = list(layers_of(self.model))
-        if own and self.ranks.size > 1 and stage_of(self.model) is not None:
+        if self.ranks.size > 1 and stage_of(self.model) is not None:
             words = self.ranks.exchange([[x.path, x.spec.to_json()] for x in blocks])
             blocks = [Block(path, BlockSpec.from_json(x)) for word in words for path, x in word]
         self.block_specs: tuple[Block, ...] = tuple(blocks)
@@ -249,11 +246,6 @@ class AttachedModel:
             {name: digest(tokens), "whether there are forward hooks": hooked, **options}
         )
         self.weights.refresh()
-
-    def _swap_blocks(self) -> None:
-        for place in self.places:
-            block = self.block_specs[place]
-            self.blocks.append(AttachedBlock(self.model, block, self.attachment))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -313,7 +305,7 @@ class AttachedModel:
         """Whether a row with padding on its left has the logits that it has alone; tried when it
         is first asked for.
         """
-        with self.attachment.one_pass(), torch.inference_mode(False), self._own_rounding():
+        with self.attachment.one_pass(), torch.inference_mode(False), self.own_rounding():
             hooked = self.hooks.current()
             if hooked not in self._takes_padding:
                 self._takes_padding[hooked] = takes_padding(self.model, self.recurrent)
@@ -343,7 +335,7 @@ class AttachedModel:
         self._check_rows(sequences)
         self.watch_hooks()
         names = names_of(model_inputs)
-        if names and sequences.has_prefix:
+        if names and (sequences.head_mask & ~sequences.head_absorbed).any():
             raise ValueError(
                 f"expected no prefix beside {', '.join(names)}: a replay runs the prefix without"
                 " them"
@@ -446,7 +438,11 @@ class AttachedModel:
             with self.hooks.removed():
                 expected = self.replay_logits(patch)
         if (error := error_of(logits, expected, patch.kept_mask)) > self._replay_limit:
-            raise wrong_replay(hooked, error)
+            others = f"got others on {paths_of(hooked)}" if hooked else "they have been removed"
+            raise UnsupportedModelError(
+                f"expected the forward hooks that the patch was computed with, {others}: the replay"
+                f" is off by {error:.1g} of the largest logit. Compute the patch again"
+            )
         return logits
 
     # -- models with forward hooks
@@ -471,7 +467,11 @@ class AttachedModel:
         error = error_of(self.replay_logits(patch), expected, valid)
         closed = self.update == "exact" and not report.misses.any()
         if error > (0 if closed else self._replay_limit):
-            raise wrong_patch(hooked, error)
+            raise UnsupportedModelError(
+                f"a patch cannot reproduce the model with forward hooks on {paths_of(hooked)}: its"
+                f" replay is off by {error:.1g} of the largest logit. Remove the hook, put it on"
+                " another module, set it before attaching, or choose another update"
+            )
         return replace(computation, patch=patch)
 
     def warn_unless_exact(
@@ -480,8 +480,7 @@ class AttachedModel:
         """Give a warning if the replay of an exact patch has other logits (B, T, V) than the run
         with the context at some valid (B, T) token.
         """
-        same = (replayed == expected) | (replayed.isnan() & expected.isnan())
-        wrong = ~same.all(-1) & valid
+        wrong = ~torch.isclose(replayed, expected, 0, 0, equal_nan=True).all(-1) & valid
         if not wrong.any():
             return
         error = error_of(replayed, expected, wrong)
@@ -519,7 +518,7 @@ class AttachedModel:
                 raise ValueError("expected a patch with all its layers, got a part of one")
             check_fit(patch, self.model)
             own = [layers[place] for place in self.places]
-            stack.enter_context(replaying(self.blocks, own, shared=True))
+            stack.enter_context(replaying(self.blocks, own))
             self.attachment.applied = True
         try:
             yield

@@ -1,22 +1,17 @@
 """BlockRecorder: computes one block's factors from the activations that pass through the block.
 
 A pass lets the block's patched modules record; each module then hands its input to the
-recorder, which computes and keeps the module's factors and returns the patched output. There are
-two kinds of pass, and a recorder for each:
-
-- :class:`~icl_patch.recording.closing_recorder.ClosingRecorder`: the rows without the context run
-  alone, against activations that an earlier pass of the unmodified model left;
-- :class:`~icl_patch.recording.decode_recorder.DecodeRecorder`: the rows with the context and the
-  rows without it run side by side in one batch, for one token.
+recorder, which computes and keeps the module's factors and returns the patched output. In a closing
+pass the rows without the context run alone, in the shapes of the replay, against activations that
+an earlier pass of the unmodified model left. A decode step runs the rows with the context beside
+them (:class:`~icl_patch.recording.decode_recorder.DecodeRecorder`).
 
 Shapes: B rows, T tokens, d residual width; M = B·T rows of a matrix product.
 """
 
-from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +29,7 @@ from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, 
 from icl_patch.recording.diagnostics import BlockDiagnostics
 
 
-@dataclass(frozen=True)
-class OpenLoop:
+class OpenLoop(NamedTuple):
     """An exact writer's fp64 output ``base + factor · gain``, with a factor that is still to be
     chosen.
     """
@@ -45,11 +39,12 @@ class OpenLoop:
     factor: Tensor
     layer: PatchedModule  # whose factor it is, under this name
     name: str
-    padding: Tensor | float  # the factor of columns of padding
 
 
-class BlockRecorder(ABC):
+class BlockRecorder:
     """Computes one block's factors and applies them to the rows without the context.
+
+    It chooses an exact update's factor at the block's end.
 
     Args:
         block: the block.
@@ -59,19 +54,22 @@ class BlockRecorder(ABC):
         context: the block's activations with the context: given, or collected during the pass.
     """
 
+    diagnostics: BlockDiagnostics
+
     def __init__(
         self, block: AttachedBlock, update: str, valid: Tensor | None, context: BlockActivations
     ) -> None:
         self.block, self.spec, self.update = block, block.spec, update
-        self.valid = None if valid is None else valid.to(block.device)
-        self.shape = (0, 0) if valid is None else (valid.shape[0], valid.shape[1])  # (B, T)
+        self.valid: Tensor | None = None
+        if valid is not None:
+            self.valid, self.shape = valid.to(block.device), (len(valid), valid.shape[1])  # (B, T)
+            self.diagnostics = BlockDiagnostics.of(block.block.path, self.valid)
         self.context = context
         self.exact = update == "exact"
-        self.diagnostics = BlockDiagnostics(block.block.path, self.valid)
         self.loop: OpenLoop | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
-        self.direction: tuple[Tensor, ops.Direction] | None = None  # of which input, (B, T, K)
-        self._flat_direction: ops.Direction | None = None  # the same for rows (M, K)
+        # of which input, (B, T, K), and the same for rows (M, K)
+        self.direction: tuple[Tensor, ops.Direction, ops.Direction] | None = None
         self._residuals: list[tuple[Tensor | None, Tensor]] = []
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
@@ -79,10 +77,15 @@ class BlockRecorder(ABC):
         self._factors: dict[tuple[PatchedModule, str], Tensor] = {}
 
     def hook(self, stack: ExitStack) -> None:
-        """See the block's residual stream, and what else a kind of pass needs, until ``stack`` is
-        closed.
-        """
+        """See the block's residual stream and its end, until ``stack`` is closed."""
+        self.block.on_end(stack, self.on_end, first=True)
+        if self.exact:
+            self.block.keep_unrounded(stack)
         self.block.on_residual(stack, self.on_residual)
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Call a method of the block's diagnostics."""
+        getattr(self.diagnostics, name)(*arguments)
 
     # -- factors
 
@@ -90,10 +93,6 @@ class BlockRecorder(ABC):
         """Keep factors of a module under the names of its attributes that apply them."""
         for name, factor in factors.items():
             self._factors[layer, name] = factor
-
-    def kept(self, layer: PatchedModule, name: str) -> Tensor | None:
-        """A factor of a module, if there is one."""
-        return self._factors.get((layer, name))
 
     @property
     def factors(self) -> Factors:
@@ -103,11 +102,11 @@ class BlockRecorder(ABC):
 
     # -- the two streams
 
-    @abstractmethod
     def split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Both streams of a module's rows of any shape, each (B, T, ·); None for a stream that is
         not in the batch.
         """
+        return None, x.reshape(-1, self.shape[1], x.shape[-1])
 
     @property
     def rows(self) -> int:
@@ -119,10 +118,6 @@ class BlockRecorder(ABC):
         """Both streams in the leading dimensions of the module's input ``like``."""
         joined = x if x_ctx is None else torch.cat([x_ctx.to(x.dtype), x])
         return joined.reshape(*like.shape[:-1], x.shape[-1])
-
-    def join_experts(self, x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
-        """:meth:`join` for the output of experts."""
-        return self.join(x_ctx, x, like)
 
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (M, ...) as (B, T, ...)."""
@@ -165,12 +160,9 @@ class BlockRecorder(ABC):
                 f"{self.block.block.path}: its MLP ends before its residual stream is known"
             )
         if self.spec.residual_multiplier == 0:
-            self.diagnostics.refuse(
-                "the factor of the block's branch is 0",
-                (self.delta != 0).any(-1),
-                torch.ones_like(self.delta[..., 0], dtype=torch.bool),
-            )
-            return torch.zeros_like(self.delta)
+            zero = torch.zeros_like(self.delta)
+            self.note("refuse", "the factor of the block's branch is 0", zero, self.delta)
+            return zero
         factor, multiplier = self.spec.residual_factor, self.spec.residual_multiplier
         target = self.delta if factor == multiplier else self.delta * factor / multiplier
         if self.spec.residual_weight is None:
@@ -188,8 +180,7 @@ class BlockRecorder(ABC):
         """A router's outputs, with its logits changed as a reader's output is."""
 
         def change(logits: Tensor) -> Tensor:
-            patched = self._record_reader(name, layer, z, logits, logits.dtype)
-            return patched.reshape(logits.shape)
+            return self._record_reader(name, layer, z, logits, logits.dtype)
 
         return layer.with_logits(z, change, *others)
 
@@ -205,7 +196,7 @@ class BlockRecorder(ABC):
         reference = reference.to(dtype)
         if y_ctx is not None:
             self.context.readers[name] = reference  # which a miss of an exact step needs
-        self.diagnostics.reader(patched, reference, u)
+        self.note("reader", patched, reference, u)
         return self.join(y_ctx, patched, output)
 
     def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
@@ -213,8 +204,7 @@ class BlockRecorder(ABC):
         assert self.direction is not None
         direction = self.direction[1]
         self.keep(layer, u=u, v=direction.v)
-        condition = f"the input z of {name} is 0"
-        self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, u, "input")
+        self.note("refuse", f"the input z of {name} is 0", direction.inverse_norm2, u, "input")
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction v (B, T, K) of the reduced rows of z, computed once a block."""
@@ -230,9 +220,7 @@ class BlockRecorder(ABC):
     def set_direction(self, z: Tensor, flat: ops.Direction) -> None:
         """Keep the direction ``flat`` (M, K) of the input z that the readers share."""
         v, inverse = self.zero_padding(self.unflat(flat.v)), self.unflat(flat.inverse_norm2)
-        self.direction = (z, ops.Direction(v, inverse))
-        padded = self.valid is not None
-        self._flat_direction = flat._replace(v=v.reshape(flat.v.shape)) if padded else flat
+        self.direction = (z, ops.Direction(v, inverse), flat)
 
     # -- the writer
 
@@ -262,8 +250,8 @@ class BlockRecorder(ABC):
         exact update in fp64; ``y`` is its plain output.
         """
         dtype = torch.float64 if self.exact else dtype
-        if (change := self.kept(layer, "bias_change")) is not None:
-            return add_bias_change(y, change, dtype)
+        if self.spec.writer is Writer.BIAS:
+            return add_bias_change(y, self._factors[layer, "bias_change"], dtype)
         u, v = self._factors[layer, "u"], self._factors[layer, "v"]
         return add_to_writer(layer, y, h, u, v, dtype)
 
@@ -275,7 +263,8 @@ class BlockRecorder(ABC):
 
     def _write_weight(self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor) -> None:
         """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
-        v, inverse, _ = write_direction(layer, h, torch.float64 if self.exact else None)
+        found = ops.read_direction(h, torch.float64 if self.exact else None)
+        v, inverse, _ = of_part(layer, h, found)
         v = self.zero_padding(v)
         gain = (h.double() * v).sum(-1, keepdim=True) if self.exact else None
         self.keep_written(layer, y, target.to(v.dtype), v, inverse, gain)
@@ -290,7 +279,7 @@ class BlockRecorder(ABC):
         gain: Tensor | None,
     ) -> None:
         """Keep a weight writer's factors; ``gain`` is v·h where the loop is going to be closed."""
-        self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
+        self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
         if gain is not None:
             self.open_loop(y, gain, layer, "u")
@@ -299,15 +288,13 @@ class BlockRecorder(ABC):
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """The output matrix's share of a stable update: ``y + u (v·h)``, y (B, T, N)."""
-        if layer.group is None:
-            direction = self.read_direction(h)
-        else:
-            direction = write_direction(layer, self.split(h)[1].reshape(-1, h.shape[-1]))
+        _, own = self.split(h)
+        direction = of_part(layer, own.flatten(0, 1), self.read_direction(h))
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
         inverse = self.unflat(direction.inverse_norm2)
-        self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
+        self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
-        return self._add_stable(layer, self.split(h)[1], y, direction, dtype)
+        return self._add_stable(layer, own, y, direction, dtype)
 
     def _add_stable(
         self,
@@ -340,7 +327,7 @@ class BlockRecorder(ABC):
     def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """:func:`icl_patch.ops.stable_scale` on (B, T, d): u and m'. The worse status is noted."""
         stable = ops.stable_scale(delta.flatten(0, -2), norm.scale, x.flatten(0, -2), norm.eps)
-        self.diagnostics.inversion(stable.status.reshape(self.shape))
+        self.note("inversion", stable.status.reshape(self.shape))
         return stable.u.reshape(x.shape), stable.new_scale.reshape(x.shape)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
@@ -358,18 +345,14 @@ class BlockRecorder(ABC):
         if self.exact:
             gain = layer.normalize(x_own)
             zero = torch.zeros_like(gain)
-            self.open_loop(zero, gain, layer, "new_scale", layer.scale.double())
+            self.open_loop(zero, gain, layer, "new_scale")
         return self._apply_new_scale(layer, x, new_scale)
 
     def _direct_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """``m' = m + delta ⊘ Norm(x)``, (B, T, d)."""
         target, normalized = self.writer_target(), layer.normalize(x)
-        dead = normalized == 0
-        self.diagnostics.refuse(
-            f"the input of {self.spec.post_norm} is 0 where delta is not",
-            (dead & (target != 0)).any(-1),
-            dead.any(-1),
-        )
+        condition = f"the input of {self.spec.post_norm} is 0 where delta is not"
+        self.note("refuse", condition, normalized, target)
         return updates.direct_scale(target, normalized, layer.scale)
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
@@ -400,42 +383,58 @@ class BlockRecorder(ABC):
 
     def inner_norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """The output of the experts' norm, with its share of the stable update."""
-        x_ctx, x_own = self.split(x)
         if self.update == "direct":
-            patched = layer.base_layer(x_own)
-        else:
-            assert self._inner_scale is not None and self.addend is not None
-            new_scale = self._inner_scale.to(torch.promote_types(x.dtype, torch.float32))
-            patched = layer.apply_scale(x_own, new_scale)
-            # Through an exact 0 of the sum no scale of the block's norm can reach: any small
-            # number will do instead.
-            cancelled = (self.addend + patched == 0) & self.exact
-            moved = new_scale * (1 + max(2.0**-12, 2 * torch.finfo(x.dtype).eps))
-            new_scale = torch.where(cancelled, moved, new_scale)
-            new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
-            self.keep(layer, new_scale=new_scale)
-            patched = layer.apply_scale(x_own, new_scale)
-        return self.join(None if x_ctx is None else layer.base_layer(x_ctx), patched, x)
+            own: Tensor = layer.base_layer(x)
+            return own
+        assert self._inner_scale is not None and self.addend is not None
+        new_scale = self._inner_scale.to(torch.promote_types(x.dtype, torch.float32))
+        patched = layer.apply_scale(self.split(x)[1], new_scale)
+        # Through an exact 0 of the sum no scale of the block's norm can reach: any small number
+        # will do instead.
+        cancelled = (self.addend + patched == 0) & self.exact
+        moved = new_scale * (1 + max(2.0**-12, 2 * torch.finfo(x.dtype).eps))
+        new_scale = torch.where(cancelled, moved, new_scale)
+        new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
+        self.keep(layer, new_scale=new_scale)
+        return BlockRecorder._apply_new_scale(self, layer, x, new_scale)
 
-    def open_loop(
-        self,
-        base: Tensor,
-        gain: Tensor,
-        layer: PatchedModule,
-        name: str,
-        padding: Tensor | float = 0.0,
-    ) -> None:
+    # -- the block's sum
+
+    def open_loop(self, base: Tensor, gain: Tensor, layer: PatchedModule, name: str) -> None:
         """Keep an exact writer's output ``base + factor · gain`` until its factor ``name`` of
         ``layer`` is chosen.
         """
         factor = self._factors[layer, name]
-        self.loop = OpenLoop(base.double(), gain.double(), factor, layer, name, padding)
+        self.loop = OpenLoop(base.double(), gain.double(), factor, layer, name)
+
+    def on_end(self, total: Tensor) -> Tensor | None:
+        """Choose an exact writer's factor so that the rounded sum is the context's output."""
+        target, loop, total = self.context.output, self.loop, total.as_subclass(Tensor)
+        assert target is not None
+        if loop is None:
+            return None
+        if total.dtype != torch.float64:
+            writer = self.spec.writer.value
+            raise UnsupportedModelError(
+                f"{self.block.block.path} rounds the output of its {writer} writer before its end"
+            )
+        multiplier, (_, total_own) = self.spec.residual_multiplier, self.split(total)
+        written = multiplier * (loop.base + loop.factor * loop.gain)
+        closed = updates.close(
+            target, total_own - written, loop.base, loop.gain, loop.factor, multiplier
+        )
+        factor = self.fill_padding(closed.factor, loop.factor)
+        self.close_loop(factor, closed.misses, closed.correction)
+        # Padding continues as in the replay: the rows that an expert gets decide how its products
+        # round.
+        unpatched = updates.round_sum(total_own, written, closed.output.dtype)
+        return self.fill_padding(closed.output, unpatched).reshape(total.shape)
 
     def close_loop(self, factor: Tensor, misses: Tensor, correction: Tensor) -> None:
         """Keep the factor that was chosen, with the elements that it misses."""
         assert self.loop is not None
         self.keep(self.loop.layer, **{self.loop.name: factor})
-        self.diagnostics.closing(misses, correction)
+        self.note("closing", misses, correction)
 
 
 def same_place(x: Tensor, y: Tensor) -> bool:
@@ -445,15 +444,12 @@ def same_place(x: Tensor, y: Tensor) -> bool:
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
-def write_direction(
-    layer: PatchedLinear, h: Tensor, dtype: torch.dtype | None = None
-) -> ops.Direction:
-    """:func:`icl_patch.ops.read_direction` of a writer's input.
+def of_part(layer: PatchedLinear, h: Tensor, direction: ops.Direction) -> ops.Direction:
+    """The direction of a writer's input h.
 
     Where each rank has a part of h, v is h itself: the norm takes all parts, which come together
     when the patch is assembled (:func:`icl_patch.recording.patch_assembly.layers_of_all`).
     """
-    direction = ops.read_direction(h, dtype)
     return direction if layer.group is None else direction._replace(v=h.to(direction.v.dtype))
 
 

@@ -25,11 +25,12 @@ from icl_patch.models.trace import first_tensor
 from icl_patch.recording import updates
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.block_recorder import BlockRecorder, same_place
+from icl_patch.recording.diagnostics import Note
 
 
 class DecodeRecorder(BlockRecorder):
     """Compares the rows with the context, [:B], with the rows without it, [B:], module by module;
-    its diagnostics are resolved when they are used.
+    its notes become diagnostics when they are used.
 
     Args:
         block, update: as for :class:`BlockRecorder`.
@@ -51,6 +52,7 @@ class DecodeRecorder(BlockRecorder):
         for_inductor: bool = False,
     ) -> None:
         super().__init__(block, update, None, BlockActivations())
+        self.notes: list[Note] = []
         # of readers that were recorded with one before them: the input, y and u
         self._recorded: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.patch_index, self.shape = patch_index.to(block.device), (len(patch_index) // 2, 1)
@@ -61,7 +63,11 @@ class DecodeRecorder(BlockRecorder):
         if self.receives_norm_input:
             self.block.on_norm_pair = self.on_norm_pair
         else:
-            super().hook(stack)
+            self.block.on_residual(stack, self.on_residual)
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Call a method of the block's diagnostics later."""
+        self.notes.append((name, arguments))
 
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (B, ...) as (B, 1, ...)."""
@@ -114,8 +120,8 @@ class DecodeRecorder(BlockRecorder):
         """z, and y and u of reader ``name``; ``rows`` is z as rows. In Triton's kernels other
         readers of z that come after it are recorded with it, and kept until they are called.
         """
-        direction, apart = self._flat_direction, self.spec.separately_normed
-        assert direction is not None
+        assert self.direction is not None
+        direction, apart = self.direction[2], self.spec.separately_normed
         if not ops.has_triton(z.device.type):
             return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])
         maps = {name: linear}
@@ -132,7 +138,7 @@ class DecodeRecorder(BlockRecorder):
     def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
         """Keep a reader's factors, and both streams' outputs (2B, N)."""
         self.keep_factors(name, layer, u)
-        self.diagnostics.reader_pair(pair, u)
+        self.note("reader_pair", pair, u)
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output; a weight writer's in one product, which reads W once."""
@@ -143,8 +149,7 @@ class DecodeRecorder(BlockRecorder):
         v, inverse, _ = self.read_direction(rows)
         v = self.unflat(v)  # of rank 1, a patch for each row
         self.keep(layer, u=target, v=v)
-        condition = f"the input h of {self.spec.down} is 0"
-        self.diagnostics.refuse_at_zero(condition, self.unflat(inverse), target)
+        self.note("refuse", f"the input h of {self.spec.down} is 0", self.unflat(inverse), target)
         weight, bias = linear
         output = ops.patched_linear(
             rows,
@@ -167,9 +172,8 @@ class DecodeRecorder(BlockRecorder):
     ) -> Tensor:
         if not self.for_inductor:
             return super()._add_stable(layer, h, y, direction, dtype)
-        u = self.kept(layer, "u")
-        assert direction.coeff is not None and u is not None
-        return (y + self.unflat(direction.coeff) * u).to(dtype)
+        assert direction.coeff is not None
+        return (y + self.unflat(direction.coeff) * self._factors[layer, "u"]).to(dtype)
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         if x.dtype == torch.float64:
@@ -234,24 +238,9 @@ class ExactDecodeRecorder(DecodeRecorder):
         self.waiting = layer, self.split(h)[1], y, self._stream
         return self.join(y_ctx, torch.zeros_like(y, dtype=dtype), plain)
 
-    def keep_stream(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Keep the residual stream with the context and delta, (B, 1, d) fp32 or wider; returns the
-        writer's target.
-        """
-        self.context.hidden, self.delta = hidden, delta
-        return self.writer_target()
-
     def written(self, _layer: PatchedLinear, _h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         """0: the factor is chosen after the pass."""
         return torch.zeros_like(y, dtype=dtype)
-
-    def join_experts(self, x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
-        """The experts' output with the context, and 0 for the rows without it if the experts are
-        the writer.
-        """
-        assert x_ctx is not None
-        writes = self.spec.writer is Writer.EXPERTS
-        return self.join(x_ctx, torch.zeros_like(x_ctx) if writes else x, like)
 
     def on_mixture(self, _module: Any, _args: Any, output: Any) -> None:
         """Keep what a mixture gives the rows without the context beside its writer: shared experts,
@@ -275,18 +264,15 @@ class ExactDecodeRecorder(DecodeRecorder):
             self.residual = hidden + self.spec.residual_multiplier * self._beside.double()
 
 
-def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
+def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
     """Choose the exact factor of every block, alike blocks at once.
 
     Returns:
-        The elements that each block misses, (L, B); None for updates other than exact.
+        The elements that each block misses, (L, B).
     """
     misses: list[Tensor] = []
-    exact = [recorder for recorder in recorders if isinstance(recorder, ExactDecodeRecorder)]
-    if not exact:
-        return None
-    _write_together([recorder for recorder in exact if recorder.waiting is not None])
-    for _, group in groupby(exact, _form):
+    _write_together([recorder for recorder in recorders if recorder.waiting is not None])
+    for _, group in groupby(recorders, _form):
         alike = list(group)
         closed = _closed(alike)
         for recorder, part in zip(alike, closed, strict=True):
@@ -307,8 +293,9 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
         h, y, streams = map(torch.stack, tensors)
         wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
         hidden, own = wide.reshape(len(alike), 2, -1, *h.shape[2:-1], wide.shape[-1]).unbind(1)
-        both = zip(alike, hidden, hidden - own, strict=True)
-        target = torch.stack([recorder.keep_stream(*x) for recorder, *x in both])
+        for recorder, stream, delta in zip(alike, hidden, hidden - own, strict=True):
+            recorder.context.hidden, recorder.delta = stream, delta
+        target = torch.stack([recorder.writer_target() for recorder in alike])
         v, inverse, _ = ops.read_direction(h, torch.float64)
         gain = (h.double() * v).sum(-1, keepdim=True)
         parts = (y.double(), target.double(), v, inverse, gain)
@@ -339,5 +326,4 @@ def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[updates.Closed]:
         started_from=stacked(loop.factor for loop in loops),
         branch=alike[0].spec.residual_multiplier,
     )
-    parts = (closed.factor, closed.output, closed.misses, closed.correction)
-    return [updates.Closed(*part) for part in zip(*parts, strict=True)]
+    return [updates.Closed(*part) for part in zip(*closed, strict=True)]

@@ -2,10 +2,9 @@
 weights can serve.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +13,8 @@ from torch.utils._pytree import register_dataclass
 from icl_patch.errors import ControllabilityError
 from icl_patch.patch.context_patch import PatchReport, blank_report
 
-_Method = TypeVar("_Method", bound=Callable[..., None])
-
-
-def _collected(method: _Method) -> _Method:
-    """Decorate a method of diagnostics whose calls are collected while there is no ``valid``."""
-
-    @wraps(method)
-    def collect(diagnostics: "BlockDiagnostics", *arguments: Any) -> None:
-        if diagnostics.valid is None:
-            diagnostics.collected.append((method.__name__, arguments))
-        else:
-            method(diagnostics, *arguments)
-
-    return cast(_Method, collect)
+# A call of a method of BlockDiagnostics that is still to be made: the name, and the arguments.
+Note = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,47 +39,43 @@ class ControllabilityViolation:
 class BlockDiagnostics:
     """The diagnostics of one block, for B x T tokens.
 
-    To evaluate them takes too many launches for a decode step. So without ``valid`` the calls are
-    only collected, and :meth:`resolve` evaluates them later.
-
     Attributes:
         path: the block's path.
-        valid: (B, T) bool, the columns of kept tokens; the others are ignored. None while calls
-            are collected.
-        report: see :class:`icl_patch.patch.context_patch.PatchReport`; None without ``valid``.
+        valid: (B, T) bool, the columns of kept tokens; the others are ignored.
+        report: see :class:`icl_patch.patch.context_patch.PatchReport`.
         violations: the violations by condition.
-        collected: the collected calls: a method's name and its arguments.
     """
 
     path: str
-    valid: Tensor | None
-    report: PatchReport | None = None
+    valid: Tensor
+    report: PatchReport
     violations: dict[str, ControllabilityViolation] = field(default_factory=dict)
-    collected: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.valid is not None and self.report is None:
-            self.report = blank_report(self.valid)
+    @classmethod
+    def of(cls, path: str, valid: Tensor, notes: Iterable[Note] = ()) -> "BlockDiagnostics":
+        """The diagnostics from the notes of a decode step, in which evaluating them would take too
+        many launches.
+        """
+        diagnostics = cls(path, valid, blank_report(valid))
+        for name, arguments in notes:
+            getattr(diagnostics, name)(*arguments)
+        return diagnostics
 
-    @_collected
-    def refuse(self, condition: str, rows: Tensor, always: Tensor, side: str = "output") -> None:
-        """Record a violation, see :class:`ControllabilityViolation` for ``rows`` and ``always``."""
-        assert self.valid is not None
+    def refuse(self, condition: str, gain: Tensor, change: Tensor, side: str = "output") -> None:
+        """Record a violation where ``gain`` is 0 although its part of ``change`` is not.
+
+        gain: (B, T, ...), what the change of a weight is multiplied by, or divided by; change: the
+            same with further dimensions.
+        """
+        dead = gain == 0
+        dead = dead.reshape(*dead.shape, *[1] * (change.dim() - dead.dim()))
         self.violations[condition] = ControllabilityViolation(
-            side, condition, rows & self.valid, always & self.valid
+            side,
+            condition,
+            (dead & (change != 0)).flatten(2).any(-1) & self.valid,
+            dead.flatten(2).any(-1) & self.valid,
         )
 
-    @_collected
-    def refuse_at_zero(
-        self, condition: str, inverse: Tensor, change: Tensor, side: str = "output"
-    ) -> None:
-        """Record a violation for the rows with an input of 0 although their output must change.
-
-        inverse: (B, T), 1 / the input's squared norm, or 0 for an input of 0.
-        """
-        self.refuse(condition, (inverse == 0) & (change != 0).any(-1), inverse == 0, side)
-
-    @_collected
     def reader(self, patched: Tensor, reference: Tensor, change: Tensor) -> None:
         """Record the error of a reader's patched output; ``change`` is reference - unpatched.
 
@@ -107,56 +90,28 @@ class BlockDiagnostics:
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         self._largest("reader_error", error if error.dim() == 2 else error.amax(-1))
 
-    @_collected
     def reader_pair(self, pair: Tensor, change: Tensor) -> None:
         """:meth:`reader` for the outputs of both streams in one tensor, rows (2M, N)."""
         reference, patched = pair.reshape(2, *change.shape)
         self.reader(patched, reference, change)
 
-    @_collected
     def inversion(self, status: Tensor) -> None:
         """Record the status of an RMSNorm inversion, (B, T)."""
         self._largest("status", status)
 
-    @_collected
     def experts(self, changed: Tensor) -> None:
         """Record how many chosen experts differ from those chosen with the context, (B, T)."""
         self._largest("experts_changed", changed)
 
-    @_collected
     def closing(self, misses: Tensor, correction: Tensor) -> None:
         """Record the misses and the correction of an exact update, (B, T) each."""
         self._largest("misses", misses)
         self._largest("correction", correction)
 
     def _largest(self, name: str, value: Tensor) -> None:
-        assert self.valid is not None and self.report is not None
         before = getattr(self.report, name)
         value = torch.where(self.valid, torch.maximum(before, value.to(before.dtype)), 0)
         self.report = replace(self.report, **{name: value})
-
-    def feasibility_checks(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Flags and values (B, 1) of the collected calls: if no flag is True and no value is 0,
-        :meth:`check` passes.
-        """
-        refused = [arguments[1] for name, arguments in self.collected if name == "refuse"]
-        inverses = {
-            id(arguments[1]): arguments[1]
-            for name, arguments in self.collected
-            if name == "refuse_at_zero"
-        }
-        return refused, list(inverses.values())
-
-    def resolve(self, valid: Tensor) -> "BlockDiagnostics":
-        """The diagnostics with the collected calls evaluated, on their device."""
-        assert self.valid is None
-        collected = [x for _, arguments in self.collected for x in arguments]
-        device = next((x.device for x in collected if isinstance(x, Tensor)), valid.device)
-        valid = valid.to(device)
-        resolved = BlockDiagnostics(self.path, valid)
-        for name, arguments in self.collected:
-            getattr(resolved, name)(*arguments)
-        return resolved
 
     def check(self, start: int = 0) -> None:
         """Raises ControllabilityError for the first token that no change of the weights can serve.
@@ -172,4 +127,4 @@ class BlockDiagnostics:
 
 
 register_dataclass(ControllabilityViolation)
-register_dataclass(BlockDiagnostics)  # part of a compiled step's output
+register_dataclass(BlockDiagnostics)

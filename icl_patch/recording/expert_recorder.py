@@ -45,7 +45,9 @@ def record_experts(
     h = layer.inner(read.to(z.dtype) if fused else read)
     output = recorder.unflat(layer.write(h, chosen, weights, fused))
     own = _end(recorder, layer, h, weights, output)
-    return recorder.join_experts(output_ctx, own, z)
+    if output_ctx is not None and recorder.exact and recorder.spec.writer is Writer.EXPERTS:
+        own = torch.zeros_like(output_ctx)  # the factor is chosen after the pass
+    return recorder.join(output_ctx, own, z)
 
 
 def _record_decode_step(
@@ -71,11 +73,16 @@ def _record_decode_step(
 
 def _keep_index(
     recorder: BlockRecorder, layer: PatchedExperts, index: Tensor, index_ctx: Tensor
-) -> None:
-    """Keep the chosen experts (B, T, k), and count those that the context did not choose."""
+) -> Tensor:
+    """Keep the chosen experts (B, T, k), and count those that the context did not choose.
+
+    Returns:
+        (B, T, k, k) bool, which slots of the context have the expert of each slot.
+    """
     recorder.keep(layer, index=index)
-    known = (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)
-    recorder.diagnostics.experts((~known).sum(-1))
+    same = index.unsqueeze(-1) == index_ctx.unsqueeze(-2)
+    recorder.note("experts", (~same.any(-1)).sum(-1))
+    return same
 
 
 def _read(
@@ -86,16 +93,11 @@ def _read(
     """
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
-    recorder.diagnostics.refuse(
-        f"the input z of {recorder.spec.experts} is 0",
-        (inverse == 0) & (u != 0).flatten(2).any(-1),
-        inverse == 0,
-        "input",
-    )
+    recorder.note("refuse", f"the input z of {recorder.spec.experts} is 0", inverse, u, "input")
     recorder.keep(layer, read_u=u, read_v=v)
     z_own = recorder.split(z)[1].flatten(0, 1)
     patched = layer.add_read(read, z_own, u.flatten(0, 1), v.flatten(0, 1))
-    recorder.diagnostics.reader(recorder.unflat(patched), recorder.unflat(read_ctx), u)
+    recorder.note("reader", recorder.unflat(patched), recorder.unflat(read_ctx), u)
     return patched
 
 
@@ -126,26 +128,21 @@ def record_scaled_experts(
         assert recorder.context.experts is not None
         slots_ctx, index_ctx = (part.flatten(0, 1) for part in recorder.context.experts)
         slots_ctx = slots_ctx.reshape(*index_ctx.shape, -1)
-    _keep_index(recorder, layer, recorder.unflat(index), recorder.unflat(index_ctx))
+    same = _keep_index(recorder, layer, recorder.unflat(index), recorder.unflat(index_ctx))
     read = layer.read(slots, index)
-    slots_of = _slots_of(index, index_ctx).unsqueeze(-1)
+    slots_of = same.flatten(0, 1).long().argmax(-1, keepdim=True)  # 0 where there is none
     target = layer.read(slots_ctx, index_ctx).take_along_dim(slots_of, 1)
-    v = recorder.direction[1].v.flatten(0, 1) if recorder.direction is not None else None
-    if v is None:
+    if recorder.direction is None:
         raise UnsupportedModelError(
             f"{recorder.block.block.path}: {recorder.spec.experts} runs before anything reads the"
             " MLP's input"
         )
+    v = recorder.direction[1].v.flatten(0, 1)
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
     change = updates.reader_update(target, read)
     u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))
-    dead, needed = recorder.unflat(scale == 0), recorder.unflat((change != 0).any(-1, keepdim=True))
-    recorder.diagnostics.refuse(
-        f"the input of {recorder.spec.experts} is 0",
-        (dead & needed).flatten(2).any(-1),
-        dead.flatten(2).any(-1),
-        "input",
-    )
+    condition = f"the input of {recorder.spec.experts} is 0"
+    recorder.note("refuse", condition, recorder.unflat(scale), recorder.unflat(change), "input")
     recorder.keep(layer, read_u=u, read_v=recorder.unflat(v))
 
     def add(product: Tensor) -> Tensor:
@@ -153,7 +150,7 @@ def record_scaled_experts(
         return torch.cat([product[:, :-batch], patched], 1)
 
     patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
-    recorder.diagnostics.reader(*map(recorder.unflat, (patched, target, change)))
+    recorder.note("reader", *map(recorder.unflat, (patched, target, change)))
     return layer.with_read(x, add)
 
 
@@ -175,12 +172,8 @@ def _write(
         v, shares = recorder.unflat(v), torch.where(live, shares, 0)
     total = shares.sum(-1, keepdim=True)
     target = target.to(wide)
-    none = total[..., 0] == 0
-    recorder.diagnostics.refuse(
-        f"the weights of the experts that {recorder.spec.experts} can use sum to 0",
-        none & (target != 0).any(-1),
-        none,
-    )
+    condition = f"the weights of the experts that {recorder.spec.experts} can use sum to 0"
+    recorder.note("refuse", condition, total, target)
     share = torch.where(total == 0, 0, 1 / total).to(wide)
     if v is None:
         u = target * share
@@ -199,8 +192,3 @@ def _write(
         recorder.keep(layer, write_u=padded)
         written = layer.add_written(out, gain, padded, h.dtype)
     return written
-
-
-def _slots_of(index: Tensor, index_ctx: Tensor) -> Tensor:
-    """The context's slot of each slot's expert (M, k); 0 where the context has it in none."""
-    return (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).long().argmax(-1)

@@ -116,33 +116,16 @@ def paths_of(hooks: HookIds) -> str:
     return ", ".join(path or "the model" for path in paths[:_SHOWN]) + more
 
 
+def errors_of(replayed: Tensor, expected: Tensor) -> Tensor:
+    """``max |replayed - expected| / max |expected|`` of logits (..., V), two NaN being equal."""
+    replayed = torch.where(replayed.isnan() & expected.isnan(), 0, replayed)
+    return metrics.linf(replayed, expected.nan_to_num(nan=0.0))
+
+
 def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
-    """``max |replayed - expected| / max |expected|``, the largest of all valid tokens.
+    """The largest of :func:`errors_of` of all valid tokens.
 
     Args:
-        replayed, expected: logits (B, T, V). Two NaN count as equal.
-        valid: (B, T) bool.
+        replayed, expected: logits (B, T, V). valid: (B, T) bool.
     """
-    replayed, expected = replayed[valid], expected[valid]
-    if not len(expected):
-        return 0.0
-    replayed = torch.where(replayed.isnan() & expected.isnan(), 0, replayed)
-    return float(metrics.linf(replayed, expected.nan_to_num(nan=0.0)).max())
-
-
-def wrong_patch(hooks: HookIds, error: float) -> UnsupportedModelError:
-    """The error for a patch that is wrong with these hooks."""
-    return UnsupportedModelError(
-        f"a patch cannot reproduce the model with forward hooks on {paths_of(hooks)}: "
-        f"its replay is off by {error:.1g} of the largest logit. Remove the hook, put it on "
-        "another module, set it before attaching, or choose another update",
-    )
-
-
-def wrong_replay(hooks: HookIds, error: float) -> UnsupportedModelError:
-    """The error for a replay with other hooks than those at the time of ``compute``."""
-    others = f"got others on {paths_of(hooks)}" if hooks else "they have been removed"
-    return UnsupportedModelError(
-        f"expected the forward hooks that the patch was computed with, {others}: "
-        f"the replay is off by {error:.1g} of the largest logit. Compute the patch again",
-    )
+    return max(errors_of(replayed[valid], expected[valid]).tolist(), default=0.0)

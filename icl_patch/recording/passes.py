@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from icl_patch.invariance.arithmetic import running_in
-from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
@@ -33,14 +32,13 @@ from icl_patch.recording.attached_block import (
     replaying,
 )
 from icl_patch.recording.block_recorder import BlockRecorder
-from icl_patch.recording.closing_recorder import ClosingRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.expert_recorder import record_experts, record_scaled_experts
 from icl_patch.recording.patch_assembly import (
     Violations,
-    factors_of,
     layers_of_all,
     report_of_all,
+    scales_of,
 )
 from icl_patch.recording.sequences import Sequences
 
@@ -142,7 +140,7 @@ def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
         record = recorder.router if isinstance(reader, PatchedRouter) else recorder.reader
         reader.record(lambda layer, *inputs, name=name, record=record: record(name, layer, *inputs))
     if block.experts is not None:
-        scaled = isinstance(block.experts, PatchedScaledExperts)
+        scaled = block.spec.experts_scale_input
         record_these: Any = record_scaled_experts if scaled else record_experts
         block.experts.record(lambda layer, *inputs: record_these(recorder, layer, *inputs))
     if block.down is not None:
@@ -210,12 +208,13 @@ def close_on(
     for part in calls_of(patch.kept_ids.shape[1], recurrent):
         valid = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
         recorders = [
-            ClosingRecorder(block, update, valid, context.part(part))
+            BlockRecorder(block, update, valid, context.part(part))
             for block, context in zip(blocks, activations, strict=True)
         ]
         with running_in(patch.info.arithmetic), recording(recorders):
             reduced.append(run_kept(attached.model, patch, prefix, part))
-        layers.append(factors_of(recorders))
+        factors = [(recorder.block, recorder.factors) for recorder in recorders]
+        layers.append(tuple(layer | scales_of(block, layer) for block, layer in factors))
         calls.append([recorder.diagnostics for recorder in recorders])
     device = patch.kept_ids.device
     report, violations = report_of_all(attached, calls, device)
@@ -266,11 +265,10 @@ def replay_compared(
     def compare(layer: int, total: Tensor) -> None:
         output, start = outputs[layer], sum(x.shape[1] for x in missed[layer])
         assert output is not None
-        target = output[:, start:]
-        total = total.as_subclass(Tensor).reshape(len(target), -1, target.shape[-1])
-        target = target[:, : total.shape[1]]
-        differs = (total != target) & ~(total.isnan() & target.isnan())
-        missed[layer].append(differs.sum(-1).to(mask.device))
+        total = total.as_subclass(Tensor).reshape(len(output), -1, output.shape[-1])
+        target = output[:, start : start + total.shape[1]]
+        same = torch.isclose(total, target, 0, 0, equal_nan=True)
+        missed[layer].append((~same).sum(-1).to(mask.device))
 
     with ExitStack() as hooks:
         for layer, block in enumerate(attached.blocks):

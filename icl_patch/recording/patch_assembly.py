@@ -1,6 +1,5 @@
 """Assembling a patch: tokens and positions, factors of several calls, diagnostics."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -12,16 +11,9 @@ from icl_patch.errors import ControllabilityError
 from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import PatchReport
 from icl_patch.recording.attached_block import AttachedBlock, Factors, HasBlocks, joined
-from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
 
 Violations = tuple[tuple[ControllabilityViolation, ...], ...]  # by block
-
-
-def factors_of(recorders: Sequence[BlockRecorder]) -> tuple[Factors, ...]:
-    """The factors that the recorders kept, with the norms' own scales."""
-    layers = [(recorder.block, recorder.factors) for recorder in recorders]
-    return tuple(layer | scales_of(block, layer) for block, layer in layers)
 
 
 def scales_of(block: AttachedBlock, layer: Factors) -> Factors:

@@ -2,7 +2,7 @@
 blocks behave as their specs say.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -26,6 +26,7 @@ from icl_patch.models.positions import first_position
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
+from icl_patch.recording.hooks import errors_of
 from icl_patch.recording.passes import (
     close_on,
     empty_slots,
@@ -182,12 +183,11 @@ class SelfCheck:
         patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
         prefix = self._prefix(patch, cache)
         numbers = {block.spec.residual_multiplier for block in blocks}
-        if measured := ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
+        if ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
             ranks.shared(lambda: measure_multipliers(attached))
         if self._reason(attached, activations, patch, prefix) is None:
             return
-        if not measured:
-            ranks.shared(lambda: measure_multipliers(attached))
+        ranks.shared(lambda: measure_multipliers(attached))
         with observe(blocks) as activations:
             logits, _ = self._forward(positions, split=True)
         patch = replace(patch, logits=logits)
@@ -200,19 +200,11 @@ class SelfCheck:
         if len(all_activations) != len(blocks):
             raise UnsupportedModelError(f"{self._name} does not run each of its blocks once a pass")
         for block, activations in zip(blocks, all_activations, strict=True):
-            self._check_readers(block, activations.readers)
+            _check_readers(block, activations.readers)
             if activations.output is None or activations.hidden is None:
                 raise UnsupportedModelError(
                     f"{block.block.path} does not have its residual stream where it was found"
                 )
-
-    @staticmethod
-    def _check_readers(block: AttachedBlock, called: Container[str]) -> None:
-        missing = [name for name in block.readers if name not in called]
-        if missing:
-            raise UnsupportedModelError(
-                f"{block.block.path} does not call its readers {', '.join(missing)}"
-            )
 
     def _prefix(self, patch: ContextPatch, cache: Cache) -> Cache:
         """A cache of the prefix, from that of all tokens if it can be cut."""
@@ -248,7 +240,7 @@ class SelfCheck:
         patch, report = computation.patch, computation.patch.report
         assert report is not None and patch.logits is not None
         for place, block in zip(attached.places, attached.blocks, strict=True):
-            self._check_readers(block, {name.removesuffix(".u") for name in patch.layers[place]})
+            _check_readers(block, {name.removesuffix(".u") for name in patch.layers[place]})
         small = report.correction.amax((1, 2)) <= rounding_limit(dtype)
         if not small.all():
             path = attached.block_specs[int((~small).nonzero()[0])].path
@@ -271,16 +263,23 @@ class SelfCheck:
     def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
         """Why kept tokens alone are others than with the context hidden, None if they are not."""
         hidden = ~self._live.squeeze(1)
-        pairs = zip(alone[hidden].flatten(0, 1), logits[hidden].flatten(0, 1), strict=True)
-        near = [_near(x, y) for x, y in pairs]
+        near = errors_of(alone[hidden], logits[hidden]) <= _limit(logits)
         # in half precision rounding may choose other experts for some tokens, or change them more
         # in another way; a wrong mask changes all of them
-        if all(near) or (_has_few_bits(self._model) and 2 * sum(near) >= len(near)):
+        if near.all() or (_has_few_bits(self._model) and 2 * near.sum() >= near.numel()):
             return None
         return (
             f"{self._name} does not give the kept tokens alone the logits that they have with"
             " the context masked: its attention does not take the mask, or it has positions"
             " that the tokens alone cannot be given"
+        )
+
+
+def _check_readers(block: AttachedBlock, called: Iterable[str]) -> None:
+    """Raises UnsupportedModelError if some readers of a block were not called."""
+    if missing := sorted(block.readers.keys() - called):
+        raise UnsupportedModelError(
+            f"{block.block.path} does not call its readers {', '.join(missing)}"
         )
 
 
@@ -318,12 +317,15 @@ def _has_few_bits(model: PreTrainedModel) -> bool:
 
 
 def _near(logits: Tensor, expected: Tensor) -> bool:
-    """Whether the largest difference, relative to the largest logit, may be rounding."""
-    off = torch.where(logits.isnan() & expected.isnan(), 0, logits - expected).abs().max()
-    size = expected.nan_to_num().abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-    return bool(off / size <= min(1.0, rounding_limit(expected.dtype)))
+    """Whether each token's logits are the same up to rounding."""
+    return bool((errors_of(logits, expected) <= _limit(expected)).all())
+
+
+def _limit(logits: Tensor) -> float:
+    """The error that may be rounding."""
+    return min(1.0, rounding_limit(logits.dtype))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
     """Equal, a NaN to a NaN too."""
-    return bool(((x == y) | (x.isnan() & y.isnan())).all())
+    return torch.allclose(x, y, 0, 0, equal_nan=True)

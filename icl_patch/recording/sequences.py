@@ -72,11 +72,6 @@ class Sequences:
         return torch.cat([head, counted[:, head.shape[-1] :].expand(len(head), -1, -1)], -1)
 
     @property
-    def has_prefix(self) -> bool:
-        """Whether some token before the first kept one is not absorbed."""
-        return bool((self.head_mask & ~self.head_absorbed).any())
-
-    @property
     def longest(self) -> Tensor:
         """() int64, the tokens of the longest row."""
         return self.mask.sum(1).max()

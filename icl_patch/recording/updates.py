@@ -6,7 +6,7 @@ the MLP's input, the writer is the last module of the MLP. The stable update of 
 :func:`icl_patch.ops.stable_scale`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +57,7 @@ def off_zero(patched: Tensor, hidden_down: Tensor, addend: Tensor | None = None)
     return torch.where(total.abs() <= 2.0**-24 * rms, small, 0)
 
 
-@dataclass(frozen=True)
-class Closed:
+class Closed(NamedTuple):
     """An exact writer's factor (fp64), the rounded output it gives, and per row: misses of the
     target, size of the correction.
     """

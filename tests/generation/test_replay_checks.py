@@ -30,7 +30,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, layer_calls: slice = slice(None)) -> 
         calls.append(None)
         closed = close(*args, **kwargs)
         wrong = len(calls) in range(*layer_calls.indices(len(calls) + 1))
-        return replace(closed, factor=1.01 * closed.factor) if wrong else closed
+        return closed._replace(factor=1.01 * closed.factor) if wrong else closed
 
     monkeypatch.setattr(updates, "close", off)
 

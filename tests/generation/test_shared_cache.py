@@ -148,8 +148,7 @@ def held() -> int:
     )
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
+def test_memory_beyond_the_model_and_one_cache() -> None:
     """Between steps, with the last step's factors alive: at most 1 % of the model, and a cache of B
     rows.
     """
@@ -159,6 +158,7 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
         "num_hidden_layers": 2,
         "vocab_size": 4000,
     }
+    batch = 4
     model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import realistic_weights
+from support import models, realistic_weights
 from support.models import EXPERTS, Stock, case, case_of, shallow, tokens
 from support.numeric import EPSILON, is_noise, noise_limit
 from support.patchers import Snapshot
@@ -102,6 +102,20 @@ def test_exact_is_bit_identical_in_bf16(family: str, seed: int) -> None:
     with ContextPatcher(model) as patcher:
         for name in EXACT_CASES[BF16] if seed == 0 else CASES[seed]:
             check_exact(patcher, stock, features.mark(case_of(family, name, seed)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [(torch.float16, "sdpa"), (BF16, "eager")], ids=str
+)
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_exact_is_bit_identical_in_fp16_and_with_eager_attention(
+    family: str, dtype: torch.dtype, attention: str
+) -> None:
+    model = models.build(family, 3, dtype, attention=attention)
+    stock = Stock(model)
+    with ContextPatcher(model) as patcher:
+        for name in models.CASES:
+            check_exact(patcher, stock, case(name, 3))
 
 
 def check_exact(patcher: ContextPatcher, stock: Stock, arguments: dict) -> None:

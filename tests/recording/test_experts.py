@@ -12,7 +12,7 @@ from support.storages import largest_of
 from icl_patch import ContextPatcher, metrics, ops
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.one_pass import DecodeMode
-from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
+from icl_patch.layers.experts import PatchedExperts
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
@@ -111,19 +111,6 @@ def test_a_setting_that_is_made_on_attached_experts_is_theirs() -> None:
     with torch.no_grad():
         assert torch.equal(model(ids).logits, changed)
     assert model.model.layers[0].mlp.experts.limit == 0.1
-
-
-def test_which_modules_are_experts_and_routers() -> None:
-    mixtral, llama4 = (
-        shallow("mixtral").model.layers[0].mlp,
-        shallow("llama4").model.layers[0].feed_forward,
-    )
-    assert PatchedExperts.fits(mixtral.experts)
-    assert not PatchedScaledExperts.fits(mixtral.experts)
-    assert PatchedScaledExperts.fits(llama4.experts)
-    assert not PatchedExperts.fits(llama4.experts)
-    assert not PatchedExperts.fits(mixtral.gate)
-    assert not PatchedScaledExperts.fits(llama4.router)
 
 
 def test_an_expert_without_factors_is_left_as_it_is() -> None:

@@ -1,5 +1,5 @@
-"""Patches of models with the features of trained weights: every update, decode steps, static
-patches, and rows that do not depend on their batch.
+"""Patches of models with the features of trained weights: every update, decode steps, and static
+patches.
 """
 
 from dataclasses import replace
@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from support import realistic_weights
-from support.models import Stock, case_of, ragged, shallow, tokens
+from support.models import Stock, case_of, ragged, tokens
 from support.numeric import noise_limit
 from support.patchers import UPDATES
 from support.static import random_examples
 from torch import Tensor
 
-from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant, metrics
+from icl_patch import ContextPatcher, metrics
 from icl_patch.errors import StaticPatchWarning
 from icl_patch.evaluation import tiny_models
 from icl_patch.models.recurrent_state import is_recurrent
@@ -94,19 +94,3 @@ def test_a_static_patch_takes_up_most_of_a_context(family: str) -> None:
         patched = log_probabilities("without")
     kl, own = ((wanted.exp() * (wanted - x)).sum(-1).mean() for x in (patched, without))
     assert kl < 0.7 * own
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: torch.dtype) -> None:
-    model, features = realistic_weights.build(family, 0, dtype)
-    ids = features.mark({"context_ids": tokens(0, 7, 9)})["context_ids"]
-    try:
-        with batch_invariant(model):
-            together = model(ids).logits
-            alone = torch.cat([model(row[None]).logits for row in ids])
-    except UnsupportedModelError:  # so are random weights
-        with pytest.raises(UnsupportedModelError):
-            batch_invariant(shallow(family, 0, dtype)).__enter__()
-    else:
-        assert torch.equal(together, alone)

@@ -1,8 +1,6 @@
-"""The updates as formulas: against the materialised matrices, the paper's Appendix B written out,
-and exact sums.
+"""The updates as formulas: against the materialised matrices, and the paper's Appendix B written
+out.
 """
-
-from fractions import Fraction
 
 import pytest
 import torch
@@ -42,30 +40,15 @@ def relative(x: Tensor, y: Tensor) -> float:
 # Readers
 
 
-@pytest.mark.parametrize(
-    "mistake", [None, "direction of z_ctx", "direction not scaled", "sign", "input"]
-)
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
-def test_a_reader_gives_what_it_gave_with_the_context(bias: bool, mistake: str | None) -> None:
-    """``(W + u vᵀ) z + b = W z_ctx + b`` with the matrix built; and the test sees a wrong
-    factor.
-    """
+def test_a_reader_gives_what_it_gave_with_the_context(bias: bool) -> None:
+    """``(W + u vᵀ) z + b = W z_ctx + b`` with the matrix built."""
     z, z_ctx, weight = normal(0, 5, 48), normal(1, 5, 48), normal(2, 72, 48)
     b = normal(3, 72) if bias else torch.zeros(72).double()
     u = updates.reader_update(F.linear(z_ctx, weight, b), F.linear(z, weight, b))
-    v = ops.read_direction(z_ctx if mistake == "direction of z_ctx" else z).v
-    if mistake == "direction not scaled":
-        v = z
-    elif mistake == "sign":
-        u = -u
-    elif mistake == "input":
-        u = updates.reader_update(F.linear(z_ctx, weight, b), F.linear(z + 1e-6, weight, b))
+    v = ops.read_direction(z).v
     patched = weight + u.unsqueeze(2) * v.unsqueeze(1)  # (M, I, d)
-    error = relative(torch.einsum("mik,mk->mi", patched, z) + b, z_ctx @ weight.T + b)
-    if mistake is None:
-        assert error <= SUMS
-    else:
-        assert error > 1e-7
+    assert relative(torch.einsum("mik,mk->mi", patched, z) + b, z_ctx @ weight.T + b) <= SUMS
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS.values(), torch.float64], ids=[*FLOATS, "fp64"])
@@ -108,13 +91,6 @@ def test_direct_scale_at_zero() -> None:
     normalized = torch.tensor([[0.0, 0.0, 3.0, 0.5]])
     scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert updates.direct_scale(delta, normalized, scale).tolist() == [[1.0, torch.inf, 3.0, 0.0]]
-
-
-def test_stable_scale_of_no_change_is_no_change() -> None:
-    scale, h = 1 + 0.5 * normal(1, 48), normal(2, 7, 48)
-    stable = ops.stable_scale(torch.zeros(7, 48).double(), scale, h, 1e-6)
-    assert stable.u.abs().max() <= SOLVED
-    torch.testing.assert_close(stable.new_scale, scale.expand(7, -1), rtol=SOLVED, atol=0)
 
 
 def invert_as_the_paper_does(
@@ -236,40 +212,14 @@ def test_round_sum() -> None:
     assert torch.equal(updates.round_sum(x, x, torch.bfloat16), x.bfloat16())
 
 
-def exact_sum(residual: Tensor, base: Tensor, gain: Tensor, factor: Tensor) -> list[Fraction]:
-    parts = (
-        x.double().expand(factor.shape).flatten().tolist() for x in (residual, base, gain, factor)
-    )
-    return [
-        Fraction(r) + Fraction(b) + Fraction(k) * Fraction(f)
-        for r, b, k, f in zip(*parts, strict=True)
-    ]
-
-
 def check_closed(
     closed: updates.Closed, target: Tensor, residual: Tensor, base: Tensor, gain: Tensor
 ) -> None:
-    """Every target is hit: as the block computes its output, and by the exact sum to what fp64
-    leaves of the residual.
-    """
+    """Every target is hit, as the block computes its output."""
     assert not closed.misses.any()
     assert closed.factor.dtype == torch.float64
     total = residual.double() + (base.double() + closed.factor * gain.double())
     assert torch.equal(updates.round_sum(total, residual, target.dtype), target)
-    unit, sizes = (
-        Fraction(UNIT[target.dtype]),
-        zip(target.flatten().tolist(), residual.flatten().tolist(), strict=True),
-    )
-    spacing = Fraction(torch.finfo(target.dtype).smallest_normal * UNIT[target.dtype])
-    for total_k, (target_k, residual_k) in zip(
-        exact_sum(residual, base, gain, closed.factor), sizes, strict=True
-    ):
-        slack = (
-            Fraction(2) ** -40 * abs(Fraction(residual_k))
-            if target_k == 0
-            else Fraction(2) ** -50 * abs(Fraction(residual_k))
-        )
-        assert abs(total_k - Fraction(target_k)) <= unit * abs(Fraction(target_k)) + spacing + slack
 
 
 def writer(kind: str, seed: int, rows: int = 12, n: int = 64) -> tuple[Tensor, Tensor]:
@@ -315,29 +265,6 @@ def test_close_hits_zeros_and_small_targets(dtype: torch.dtype, kind: str) -> No
     if kind == "scale":  # the zeros are a case: fp64 does not cancel all of them to the last bit
         total = residual.double() + closed.factor * gain.double()
         assert (total[target == 0] != 0).any()
-
-
-def test_a_factor_that_is_off_misses() -> None:
-    """The check above sees one element of one factor off by an ulp of the model's dtype."""
-    target, residual, (base, gain) = (
-        normal(1, 12, 64).bfloat16(),
-        normal(0, 12, 64).bfloat16(),
-        writer("scale", 2),
-    )
-    closed = updates.close(target, residual, base, gain, torch.zeros(12, 64))
-    factor = closed.factor.clone()
-    factor[3, 5] += 2.0**-6 * target[3, 5].double() / gain[3, 5].double()
-    with pytest.raises(AssertionError):
-        check_closed(
-            updates.Closed(factor, closed.output, closed.misses, closed.correction),
-            target,
-            residual,
-            base,
-            gain,
-        )
-    rounded = closed.factor.bfloat16().double()  # rounding factors after closing loses it
-    got = updates.round_sum(residual.double() + rounded * gain.double(), residual, torch.bfloat16)
-    assert (got != target).float().mean() > 0.1
 
 
 @every_dtype
