@@ -110,7 +110,9 @@ def check_split(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"expected {name} split by pp_size or by tp_size, got both: choose one of them"
         )
-    for kind, size in (("FSDP", config.dp_size), ("expert", config.ep_size)):
+    # transformers 5.17 has neither of these two names
+    sizes = getattr(config, "dp_size", config.fsdp_size), getattr(config, "ep_size", 1)
+    for kind, size in zip(("FSDP", "expert"), sizes, strict=True):
         if size > 1:
             raise UnsupportedModelError(
                 f"expected {name} split by pp_size or tp_size, got {kind} parallelism over {size}"

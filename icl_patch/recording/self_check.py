@@ -210,10 +210,13 @@ class SelfCheck:
         """A cache of the prefix, from that of all tokens if it can be cut."""
         width = patch.prefix_ids.shape[1]
         if type(cache) is not DynamicCache or not all(
-            type(layer) is DynamicLayer
-            or (
-                type(layer) is DynamicSlidingWindowLayer
-                and layer.cumulative_length < layer.sliding_window
+            layer.is_initialized
+            and (
+                type(layer) is DynamicLayer
+                or (
+                    type(layer) is DynamicSlidingWindowLayer
+                    and layer.cumulative_length < layer.sliding_window
+                )
             )
             for layer in cache.layers
         ):

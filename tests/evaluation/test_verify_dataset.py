@@ -16,7 +16,7 @@ from icl_patch import ContextPatch, embedded, verify
 from icl_patch.evaluation import tiny_models
 from icl_patch.recording.attached_model import AttachedModel
 
-pytest.importorskip("icl_patch.scale", reason="no pyarrow", exc_type=ModuleNotFoundError)
+pytest.importorskip("icl_patch.scale", reason="no pyarrow")
 
 from icl_patch.evaluation.verify_dataset import (
     DatasetReport,

@@ -12,7 +12,7 @@ from support.data_sets import own_logits, prompts, write_json_lines
 from icl_patch import ContextPatcher, embedded
 from icl_patch.cli.extract import _layers, _own_device
 
-scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow", exc_type=ModuleNotFoundError)
+scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow")
 
 ROWS = prompts(6)
 

@@ -25,7 +25,7 @@ from icl_patch import ContextPatch, ContextPatcher, PatchFormatError, embedded, 
 from icl_patch.errors import FingerprintMismatch
 from icl_patch.evaluation import tiny_models
 
-scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow", exc_type=ModuleNotFoundError)
+scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow")
 
 from icl_patch.scale import extraction  # noqa: E402
 from icl_patch.scale.rows import Row, read_rows  # noqa: E402

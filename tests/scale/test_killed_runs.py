@@ -10,7 +10,7 @@ from support.data_sets import prompts, write_json_lines
 
 from icl_patch import ContextPatcher, embedded
 
-scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow", exc_type=ModuleNotFoundError)
+scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow")
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_runs.py"
 
 
