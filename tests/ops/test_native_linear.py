@@ -148,44 +148,6 @@ def test_nothing_to_do() -> None:
     assert same_bits(none_to_sum, bias.expand(3, 9))
 
 
-POOLED = {"u": torch.ones(3, 1, 7), "v": torch.ones(3, 1, 5)}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"weight": torch.ones(7, 4)}, "expected weight (*, 5), got (7, 4)"),
-        ({"weight": torch.ones(7, 5).double()}, "expected weight in fp32, bf16 or fp16"),
-        ({"weight": torch.ones(7, 5).bfloat16()}, "expected z and weight of one dtype"),
-        ({"u": torch.ones(3, 7).double()}, "expected u in fp32, bf16 or fp16"),
-        ({"v": torch.ones(3, 5).double()}, "expected v in fp32, bf16 or fp16"),
-        ({"u": torch.ones(3, 7, device="meta")}, "expected tensors on one device, got cpu, meta"),
-        ({"weight": torch.ones(14, 10)[::2, ::2]}, "contiguous rows"),
-        ({"u": torch.ones(2, 7)}, "expected u for 1 or 3 rows, got 2"),
-        ({"u": torch.ones(3, 2, 7)}, "expected u and v of the same rows and rank"),
-        ({"v": None}, "expected u and v together"),
-        ({"bias": torch.ones(6)}, "expected bias (7), got (6)"),
-        ({"index": torch.tensor([0, 1, -1])}, "expected u and v (P, R, .) with index"),
-        (POOLED | {"index": torch.tensor([0, 3, -1])}, "expected index from -1 to 2, got 3"),
-        (POOLED | {"index": torch.tensor([0, 1])}, "expected index (3), got (2)"),
-        ({"bias": torch.ones(7).bfloat16()}, "expected bias in z's dtype"),
-        ({"out_dtype": torch.float64}, "expected out_dtype in fp32, bf16 or fp16"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
-    good = {
-        "z": torch.ones(3, 5),
-        "weight": torch.ones(7, 5),
-        "u": torch.ones(3, 7),
-        "v": torch.ones(3, 5),
-        "bias": torch.ones(7),
-    }
-    torch.ops.icl_patch.patched_linear(**good)
-    with pytest.raises(RuntimeError) as raised:
-        torch.ops.icl_patch.patched_linear(**good | changes)
-    assert message in str(raised.value)
-
-
 def test_a_compiled_graph_takes_the_path_of_the_rows_it_has() -> None:
     """And not of those that it was traced with. 1 row has a graph of its own, and all other numbers
     share one in each path.
