@@ -373,10 +373,6 @@ BAD_ARGUMENTS = {
     "a short mask": ({"context_mask": HOLE[:, 1:]}, r"context_mask \(2, 5\) on cpu, got \(2, 4\)"),
     "a mask of numbers": ({"context_mask": 2 * HOLE.long()}, "context_mask of True and False"),
     "a hole": ({"context_mask": HOLE}, "context_mask with padding on the left only"),
-    "right-padded context": (
-        {"context_mask": ragged(2, 5, side="right")},
-        "context_mask with padding on the left only",
-    ),
     "left-padded kept tokens": (
         {"kept_mask": ragged(2, 3, side="left")},
         "kept_mask with padding on the right only",
