@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from support import expert_products, interpreter, linear_cases, row_ops
 from support.linear_cases import LAYOUTS, Case, check_linear, check_rows_without_a_patch
 from support.numeric import (
+    NARROW,
     UNIT,
     by_columns,
+    every_narrow,
     in_gaps,
     normal,
     poisoned,
@@ -35,11 +37,10 @@ from icl_patch.kernels.runtime.config import gpu_name
 if INTERPRETED:
     interpreter.prepare()
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 linear_case = partial(linear_cases.linear_case, device=DEVICE)
 # bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:
 # test_both_kernels_serve_every_dtype, test_one_rounding
-SOME = {name: dtype for name, dtype in DTYPES.items() if name != "fp16" or not INTERPRETED}
+SOME = {name: dtype for name, dtype in NARROW.items() if name != "fp16" or not INTERPRETED}
 every_float = pytest.mark.parametrize("dtype", SOME.values(), ids=SOME)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -122,7 +123,7 @@ def test_strides(dtype: torch.dtype, layout: str, rows: int) -> None:
     check_linear(repeated, kernels.patched_linear(**repeated.arguments), dtype)
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("out_dtype", NARROW.values(), ids=NARROW)
 @every_float
 def test_one_rounding(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Of the fp32 sum with the patch in it."""
@@ -227,7 +228,7 @@ def documented_order(z: Tensor, v: Tensor, fused: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("dot", [False, True], ids=["fma", "dot"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_narrow
 def test_both_kernels_serve_every_dtype(dtype: torch.dtype, dot: bool) -> None:
     case = linear_case("row", (3, 33, 200), 1, dtype)
     config = Config(dot=dot, block_m=16, block_n=16, block_k=64, num_warps=4, num_stages=2)
@@ -259,7 +260,7 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
     assert same_bits(launch_linear(z[1:2], weight, config=config), y_pair[1:2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_narrow
 def test_ranges_of_k_are_added_in_their_order(dtype: torch.dtype) -> None:
     """Whichever program is the last, however many rows there are, recording or not. Early launches
     change no bit.
@@ -374,7 +375,7 @@ def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
 # Norms, the gated product and the direction
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_narrow
 def test_row_ops(dtype: torch.dtype) -> None:
     """As ops, which these kernels serve; of a row of 2100 elements two segments."""
     row_ops.check_all(dtype, (1, 70, 2100) if dtype == torch.float32 else (70,), DEVICE)
