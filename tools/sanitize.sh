@@ -11,7 +11,7 @@ if ! command -v compute-sanitizer >/dev/null; then
     exit 0
 fi
 file=${2:-tests/gpu/test_gpu_inversion.py}
-tests=${3:-(every_dtype and 5376) or like_plain_torch and 4097}
+tests=${3:-every_dtype and (5376 or (4097 and fp64))}
 for tool in ${1:-racecheck memcheck}; do
     compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 build/python -m pytest -m gpu "$file" -k "$tests"
 done

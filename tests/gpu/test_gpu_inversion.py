@@ -9,12 +9,11 @@ import pytest
 import torch
 from support.inversion import ROOT_ULP, check_rows, mixed_rows, same_rows
 from support.numeric import every_dtype, normal, same_bits, seeded
-from support.rows import ROWS, rows_of
 from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.ops import InversionStatus as Status
-from icl_patch.ops import native, reference
+from icl_patch.ops import native
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +23,6 @@ pytestmark = [
 
 # On both sides of every place where the driver changes what it keeps where.
 SIZES = [1, 31, 256, 257, 2048, 2049, 4096, 4097, 5376, 8193, 10500, 16384, 65536]
-every_size = pytest.mark.parametrize("n", SIZES)
 
 
 def on_cpu(result: ops.RMSNormInverse | ops.StableScale) -> ops.RMSNormInverse | ops.StableScale:
@@ -37,33 +35,21 @@ def some_rows(n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     return m.cuda(), g.cuda()
 
 
-@every_size
-@pytest.mark.parametrize("family", ROWS)
-def test_cpu_and_cuda_agree(family: str, n: int) -> None:
-    count = 22 if n < 5000 else 4
-    m, g = rows_of(family, count, n, torch.float32, seed=n)
-    rms = torch.ones(count)
-    for eps in (0.0, 1e-6, 1.0):
-        cpu = ops.invert_rmsnorm(g, m, rms, eps)
-        cuda = on_cpu(ops.invert_rmsnorm(g.cuda(), m.cuda(), rms.cuda(), eps))
-        assert torch.equal(cuda.status, cpu.status)
-        check_rows(m, g, rms, eps, cuda)
-
-
 @every_dtype
-@every_size
-def test_every_dtype(n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("n", SIZES)
+def test_every_dtype_is_like_the_cpu_and_a_row_does_not_see_its_batch(
+    n: int, dtype: torch.dtype
+) -> None:
     m, g = some_rows(n, dtype)
     rms = (torch.rand(len(m), generator=seeded(0)) + 0.5).to(dtype).cuda()
     h = normal(seeded(1), *m.shape, dtype=dtype).cuda()
-    for scale in (m, m[0]):
-        inverse = ops.invert_rmsnorm(g, scale, rms, 0.1, h)
-        expected = ops.invert_rmsnorm(g.cpu(), scale.cpu(), rms.cpu(), 0.1, h.cpu())
-        check_rows(scale.cpu(), g.cpu(), rms.cpu(), 0.1, on_cpu(inverse))
-        stable, expected_stable = (
-            ops.stable_scale(g, scale, h, 0.1),
-            ops.stable_scale(g.cpu(), scale.cpu(), h.cpu(), 0.1),
-        )
+    # of eps = 0 rows are at the boundary between a root and none, where fp64 sums decide
+    for scale, eps in ((m, 0.0), (m, 1e-6), (m[0], 0.1))[dtype != torch.float32 :]:
+        inverse = ops.invert_rmsnorm(g, scale, rms, eps, h)
+        expected = ops.invert_rmsnorm(g.cpu(), scale.cpu(), rms.cpu(), eps, h.cpu())
+        check_rows(scale.cpu(), g.cpu(), rms.cpu(), eps, on_cpu(inverse))
+        stable = ops.stable_scale(g, scale, h, eps)
+        expected_stable = ops.stable_scale(g.cpu(), scale.cpu(), h.cpu(), eps)
         for x, y in ((inverse, expected), (stable, expected_stable)):
             assert torch.equal(x.status.cpu(), y.status)
             assert [getattr(x, f.name).dtype for f in fields(x)] == [
@@ -73,38 +59,12 @@ def test_every_dtype(n: int, dtype: torch.dtype) -> None:
             dim=1, keepdim=True
         )
         assert ((stable.u.cpu() - expected_stable.u).abs() <= ROOT_ULP * size).all()
-
-
-@pytest.mark.parametrize("n", [48, 4097, 16384])
-def test_the_update_is_like_plain_torch(n: int) -> None:
-    delta, scale, h = (normal(seeded(i), 14, n) for i in range(3))
-    scale[:, ::5] = 0
-    delta[3], h[5] = 0, 0
-    stable, expected = (
-        ops.stable_scale(delta.cuda(), scale.cuda(), h.cuda(), 1e-6),
-        reference.stable_scale(delta, scale, h, 1e-6),
-    )
-    assert torch.equal(stable.status.cpu(), expected.status)
-    torch.testing.assert_close(stable.u.cpu(), expected.u, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(stable.new_scale.cpu(), expected.new_scale, rtol=1e-10, atol=1e-10)
-
-
-@every_size
-def test_a_row_does_not_see_its_batch(n: int) -> None:
-    m, g = some_rows(n)
-    rms = torch.rand(len(m), generator=seeded(0)).cuda() + 0.5
-    inverse, stable = (
-        ops.invert_rmsnorm(g, m, rms, 1e-6, g),
-        ops.stable_scale(g, m, m, 1e-6),
-    )
-    for rows in (torch.arange(len(m)).flip(0), torch.arange(5), torch.tensor([3])):
-        place = rows.cuda()
-        assert same_rows(
-            ops.invert_rmsnorm(g[place], m[place], rms[place], 1e-6, g[place]),
-            inverse,
-            place,
-        )
-        assert same_rows(ops.stable_scale(g[place], m[place], m[place], 1e-6), stable, place)
+        for rows in (torch.arange(len(m)).flip(0), torch.arange(5), torch.tensor([3])):
+            place = rows.cuda()
+            own = scale[place] if scale.dim() == 2 else scale
+            alone = ops.invert_rmsnorm(g[place], own, rms[place], eps, h[place])
+            assert same_rows(alone, inverse, place)
+            assert same_rows(ops.stable_scale(g[place], own, h[place], eps), stable, place)
 
 
 @pytest.mark.parametrize("n", [31, 2049, 5376, 16384])

@@ -3,15 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
+from support.numeric import numbers_of_threads
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def threads() -> Iterator[int]:
     """Three threads: their shares of a tensor end at odd places, and each has its own scratch
     memory.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+    yield from numbers_of_threads(3)

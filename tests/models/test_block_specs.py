@@ -337,25 +337,29 @@ def test_quantised_readers_and_writers(
             assert error <= limit
 
 
+# -- generation
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+
+
+def generated_logits(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """The model's own, of each new token."""
+    arguments = {"output_logits": True, "return_dict_in_generate": True}
+    return model.generate(ids, attention_mask=mask.long(), **GREEDY, **arguments).logits
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "falcon_h1", "mamba"])
 @pytest.mark.parametrize("update", ["stable", "exact"])
 def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -> None:
     """Recurrent classes leave padding out in calls of several tokens only: a row that begins later
     has no state before it does.
     """
-    model, ids, mask = (
-        shallow(family),
-        torch.tensor([[5, 6], [33, 7]]),
-        torch.tensor([[True, True], [False, True]]),
-    )
-    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
-    expected = model.generate(ids, attention_mask=mask.long(), **arguments).logits
+    model, ids = shallow(family), torch.tensor([[5, 6], [33, 7]])
+    mask = torch.tensor([[True, True], [False, True]])
     with ContextPatcher(model, update) as patcher:
         limit = noise_limit(model)
-        for step, logits in zip(
-            patcher.generate(ids, context_mask=mask, **settings), expected, strict=True
-        ):
+        steps = patcher.generate(ids, context_mask=mask, **GREEDY)
+        for step, logits in zip(steps, generated_logits(model, ids, mask), strict=True):
             assert metrics.linf(step.logits, logits).max() <= limit
         context, kept = tokens(0, 2, 3), tokens(1, 2, 2)
         both = patcher.compute(context, kept, prefix_ids=ids[:, :1], prefix_mask=mask[:, :1])
@@ -372,21 +376,12 @@ def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> Non
     limit = noise_limit(model)
     with ContextPatcher(model, "stable") as patcher:
         for part in (slice(0, 5), slice(4, 5)):
-            expected = model.generate(
-                ids[:, part],
-                attention_mask=mask[:, part].long(),
-                max_new_tokens=3,
-                do_sample=False,
-                eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
-            ).logits
             mode = DecodeMode.TWO_STREAM
             state = prefilled(patcher, ids[:, part], mask[:, part], 12, mode, reserve=False)
             # no compiler: the step on the fixed cache as it is
             use_compiled_step(patcher.plans, state, ())
             token_ids = ids[:, -1]
-            for logits in expected:
+            for logits in generated_logits(model, ids[:, part], mask[:, part]):
                 step = decode_one_token(state, token_ids)
                 assert metrics.linf(step.logits, logits).max() <= limit
                 token_ids = step.logits.argmax(-1)

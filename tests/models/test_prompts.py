@@ -15,18 +15,10 @@ SMOLLM2 = (
     "{{ '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}{% endif %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}" + OPENING
 )
-QWEN = (
-    "{% if messages[0].role == 'system' %}"
-    "{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{% endif %}"
-    "{% for m in messages %}{% if m.role != 'system' or not loop.first %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    + OPENING
-)
 # Qwen 3.5 refuses a system message alone.
 STRICT_QWEN = (
     "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
-    "{{ raise_exception('No user query found') }}{% endif %}" + QWEN
+    "{{ raise_exception('No user query found') }}{% endif %}" + SMOLLM2
 )
 LLAMA3 = (
     "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
@@ -90,17 +82,11 @@ SYSTEM_CASES = {  # template: what stands before the kept text, the kept text, w
         chatml(ASK),
         chatml("system You are SmolLM.", ASK),
     ),
-    "qwen": (
-        QWEN,
-        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n",
-        chatml(ASK),
-        chatml("system You are Qwen.", ASK),
-    ),
     "strict qwen": (
         STRICT_QWEN,
         f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n",
         f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
-        chatml("system You are Qwen.", ASK),
+        chatml("system You are SmolLM.", ASK),
     ),
     "llama 3": (
         LLAMA3,
@@ -213,10 +199,10 @@ def test_a_token_across_the_cut_is_kept() -> None:
 
 
 REFUSED = {
-    "no context": (QWEN, {"question": "q"}, "either a context or a system message, got none"),
-    "both": (QWEN, {"question": "q", "context": "a", "system": "b"}, "system message, got both"),
-    "empty context": (QWEN, {"question": "q", "context": ""}, "at least one token each"),
-    "empty question": (QWEN, {"question": [], "system": "a"}, "at least one token each"),
+    "no context": (SMOLLM2, {"question": "q"}, "either a context or a system message, got none"),
+    "both": (SMOLLM2, {"question": "q", "context": "a", "system": "b"}, "system message, got both"),
+    "empty context": (SMOLLM2, {"question": "q", "context": ""}, "at least one token each"),
+    "empty question": (SMOLLM2, {"question": [], "system": "a"}, "at least one token each"),
     "no template": (None, {"question": "q", "system": "a"}, "with a chat template, .* has none"),
     "no system role": (
         GEMMA2,
@@ -239,10 +225,14 @@ REFUSED = {
         {"question": "q", "context": " ", "chat": True},
         "expected a context that the chat template writes, got ' '",
     ),
-    "a list of texts": (QWEN, {"question": ["q", "r"], "system": "a"}, "messages with a role and"),
-    "the assistant last": (QWEN, {"question": TURNS[:2], "system": "a"}, "the last of the user"),
+    "a list of texts": (
+        SMOLLM2,
+        {"question": ["q", "r"], "system": "a"},
+        "messages with a role and",
+    ),
+    "the assistant last": (SMOLLM2, {"question": TURNS[:2], "system": "a"}, "the last of the user"),
     "a system message among them": (
-        QWEN,
+        SMOLLM2,
         {"question": [{"role": "system", "content": "a"}, TURNS[0]], "context": "b"},
         "an argument of its own, system",
     ),

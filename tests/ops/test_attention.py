@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.inversion import needs_native
 from support.numeric import (
-    FLOATS,
     UNIT,
     every_dtype,
+    every_narrow,
     normal,
     numbers_of_threads,
     poisoned_memory,
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from icl_patch import ops
 
-NARROW = {name: dtype for name, dtype in FLOATS.items() if name != "fp64"}
-every_narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
 # rows, query heads, key heads, keys, widths of keys and of values
 SHAPES = [
     (1, 1, 1, 1, 1, 1),

@@ -3,16 +3,20 @@ either, and its properties.
 """
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from support.inversion import (
+    ROOT_ULP,
     Invert,
     check_rows,
     every_implementation,
+    needs_native,
     sweep,
 )
 from support.numeric import (
+    FLOATS,
     ULP,
     every_dtype,
     normal,
@@ -23,6 +27,7 @@ from support.rows import ROWS, rows_of, signs, some, uniform
 
 from icl_patch import ops
 from icl_patch.ops import InversionStatus as Status
+from icl_patch.ops import reference
 
 
 @every_implementation
@@ -218,3 +223,40 @@ def test_overflow_is_not_silent(
     )
     finite = all(x.isfinite().all() for x in (result.hidden, result.shift, result.new_scale))
     assert finite or result.status >= Status.NONFINITE
+
+
+# Far more rows: pytest -m stress
+
+STRESS_SIZES = [1, 2, 3, 5, 8, 9, 16, 31, 64, 100, 171, 300]
+ROWS_OF_A_KIND = 520  # times 14 families, 4 dtypes, 12 sizes and 3 radii: 1,048,320
+
+
+def stress(test: Callable) -> Callable:
+    return needs_native(pytest.mark.stress(test))
+
+
+@stress
+@pytest.mark.parametrize("family", ROWS)
+def test_a_million_rows(family: str) -> None:
+    for m, g, rms, eps in sweep(list(FLOATS.values()), STRESS_SIZES, [family], ROWS_OF_A_KIND):
+        check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
+
+
+@stress
+@pytest.mark.parametrize("n", [1151, 5376, 16385, 65536])
+def test_long_rows(n: int) -> None:
+    for m, g, rms, eps in sweep([torch.float32, torch.bfloat16, torch.float64], [n], ROWS, 4):
+        check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
+
+
+@stress
+@pytest.mark.parametrize("family", ROWS)
+def test_the_update_against_plain_torch(family: str) -> None:
+    """All of it, in fp64 and in single precision; beside the hard case y is known to √ulp."""
+    for m, g, _, eps in sweep([torch.float32, torch.float64], STRESS_SIZES, [family], 40):
+        h = normal(seeded(len(g)), *g.shape, dtype=g.dtype)
+        result, expected = ops.stable_scale(g, m, h, eps), reference.stable_scale(g, m, h, eps)
+        assert torch.equal(result.status, expected.status)
+        assert (result.evaluations <= 32).all()
+        size = (expected.u.double().abs() + h.double().abs()).norm(dim=1, keepdim=True)
+        assert ((result.u.double() - expected.u.double()).abs() <= ROOT_ULP * size).all()

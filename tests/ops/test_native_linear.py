@@ -9,7 +9,17 @@ import pytest
 import torch
 from support import op_calls
 from support.linear_cases import LAYOUTS, Case, linear_case
-from support.numeric import UNIT, by_columns, in_gaps, normal, numbers_of_threads, same_bits, seeded
+from support.numeric import (
+    NARROW,
+    UNIT,
+    by_columns,
+    every_narrow,
+    in_gaps,
+    normal,
+    numbers_of_threads,
+    same_bits,
+    seeded,
+)
 from torch import Tensor
 
 from icl_patch import ops
@@ -17,8 +27,6 @@ from icl_patch.ops import native
 
 pytestmark = pytest.mark.skipif(not native.serves("cpu"), reason="needs the native library")
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 both_layouts = pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
 SHAPES = [(1, 1), (3, 5), (4, 16), (7, 33), (64, 64), (129, 257), (513, 1023)]
 
@@ -40,7 +48,7 @@ def case(
 
 
 @both_layouts
-@every_dtype
+@every_narrow
 @pytest.mark.parametrize("kind", ["none", *LAYOUTS])
 def test_against_the_formula(kind: str, dtype: torch.dtype, transposed: bool) -> None:
     """The fp32 sum is within a few roundings of its terms, and any other output is that sum rounded
@@ -61,7 +69,7 @@ def test_against_the_formula(kind: str, dtype: torch.dtype, transposed: bool) ->
 
 
 @both_layouts
-@every_dtype
+@every_narrow
 def test_a_row_does_not_see_the_others(dtype: torch.dtype, transposed: bool) -> None:
     for n, k in SHAPES:
         of = case("row-rank", 37, n, k, dtype, transposed)
@@ -71,7 +79,7 @@ def test_a_row_does_not_see_the_others(dtype: torch.dtype, transposed: bool) -> 
 
 
 @both_layouts
-@every_dtype
+@every_narrow
 def test_recording_has_the_bits_of_the_replay(dtype: torch.dtype, transposed: bool) -> None:
     for n, k in SHAPES:
         of = case("row", 2 * 19, n, k, dtype, transposed)
@@ -89,7 +97,7 @@ def test_recording_has_the_bits_of_the_replay(dtype: torch.dtype, transposed: bo
             assert (error <= 16 * UNIT[torch.float32] * size[:rows]).all()
 
 
-@every_dtype
+@every_narrow
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_the_low_rank_term_alone(kind: str, dtype: torch.dtype) -> None:
     """On the plain map before its rounding it has the bits of the whole; and on any other output it
@@ -114,7 +122,7 @@ def test_the_low_rank_term_alone(kind: str, dtype: torch.dtype) -> None:
         ).all()
 
 
-@every_dtype
+@every_narrow
 def test_strides_and_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
     z, weight, u, v, bias, _ = case("row-rank", 5, 515, 1000, dtype).arguments.values()
     plain = patched_linear(z, weight, u, v, bias)
@@ -222,7 +230,7 @@ def check_products() -> None:
     """What an instruction set computes, added up in its own width; :mod:`test_inversion_native`
     calls it on each.
     """
-    for transposed, dtype in itertools.product((False, True), DTYPES.values()):
+    for transposed, dtype in itertools.product((False, True), NARROW.values()):
         test_against_the_formula("row", dtype, transposed)
         test_a_row_does_not_see_the_others(dtype, transposed)
         test_recording_has_the_bits_of_the_replay(dtype, transposed)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import row_ops
-from support.linear_cases import LAYOUTS, Case, linear_case
+from support.linear_cases import LAYOUTS, Case, check_rows_without_a_patch, linear_case
 from support.numeric import (
     FLOATS,
     UNIT,
@@ -121,29 +121,8 @@ def test_patched_linear_is_add_low_rank_on_the_plain_map(
 @every_dtype
 @pytest.mark.parametrize("rows", [6, 17])
 def test_index_minus_one_gives_the_bits_of_the_plain_map(rows: int, dtype: torch.dtype) -> None:
-    """Not ``plain + 0``: a NaN or infinity in the pool, or a -0 in the output, would show."""
     case = linear_case("pool", (rows, 63, 100), 2, dtype)
-    case.weight[:5], case.bias[:5] = 0, -0.0
-    case.z[1] = torch.nan
-    case.z[4, :2] = -0.0
-    plain = plain_map(case)
-    for value in (1.0, torch.nan, torch.inf):
-        u, v = torch.full_like(case.u, value), torch.full_like(case.v, value)
-        out = ops.patched_linear(case.z, case.weight, u, v, case.bias, index=case.index)
-        unpatched = case.index < 0
-        assert unpatched[[1, 4]].all()
-        assert not unpatched.all()
-        assert same_bits(out[unpatched], plain[unpatched])
-        assert not (out[~unpatched] == plain[~unpatched]).any()
-        for integer in (torch.int32, torch.int16, torch.int8):
-            index = case.index.to(integer)
-            again = ops.patched_linear(case.z, case.weight, u, v, case.bias, index=index)
-            assert same_bits(again, out)
-        index = torch.full_like(case.index, -1)
-        for patches in (len(u), 0):  # an empty pool patches no row either
-            factors = u[:patches], v[:patches]
-            out = ops.patched_linear(case.z, case.weight, *factors, case.bias, index=index)
-            assert same_bits(out, plain)
+    check_rows_without_a_patch(ops.patched_linear, case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,8 +7,8 @@ import torch
 from support import row_ops
 from support.inversion import needs_native
 from support.numeric import (
-    FLOATS,
     every_dtype,
+    every_narrow,
     normal,
     numbers_of_threads,
     poisoned_memory,
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from icl_patch import ops
 
-NARROW = {name: dtype for name, dtype in FLOATS.items() if name != "fp64"}
-every_narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
 every_activation = pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 
 

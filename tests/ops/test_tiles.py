@@ -4,12 +4,14 @@ logic, on any processor.
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from support.compiled import address, compiled, needs_compiler
 from support.guard_pages import between_guards, status_of_child
-from support.numeric import UNIT, normal, same_bits, seeded
+from support.linear_cases import Case, linear_case
+from support.numeric import UNIT, in_gaps, normal, same_bits, seeded
 from torch import Tensor
 
 pytestmark = needs_compiler
@@ -53,61 +55,49 @@ def patched_linear(
     return y
 
 
-def inputs(rows: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """z, weight and bias in bf16; u and v of rank 2."""
-    rng = seeded(n + k)
-    bf16, fp32 = torch.bfloat16, torch.float32
-    z, weight, bias = (normal(rng, *size, dtype=bf16) for size in ((rows, k), (n, k), (n,)))
-    return z, weight, bias, *(normal(rng, rows, 2, width, dtype=fp32) for width in (n, k))
+def case_of(rows: int, n: int, k: int) -> Case:
+    """In bf16, with factors of rank 2 for each row in fp32."""
+    return linear_case("row-rank", (rows, n, k), 2, torch.bfloat16, seed=n + k)
+
+
+def run(library: ctypes.CDLL, of: Case, **options: object) -> Tensor:
+    return patched_linear(library, of.z, of.weight, of.u, of.v, of.bias, **options)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_against_the_formula(library: ctypes.CDLL, n: int, k: int) -> None:
     for rows in (1, 3, 16, 17, 35, 50, 64, 81):
-        z, weight, bias, u, v = inputs(rows, n, k)
-        wide = [x.double() for x in (z, weight, bias, u, v)]
-
-        def total(z: Tensor, weight: Tensor, bias: Tensor, u: Tensor, v: Tensor) -> Tensor:
-            coefficients = torch.einsum("mk,mrk->mr", z, v)
-            return z @ weight.T + bias + torch.einsum("mr,mrn->mn", coefficients, u)
-
-        found = patched_linear(library, z, weight, u, v, bias)
-        size = total(*(x.abs() for x in wide))
-        assert ((found.double() - total(*wide)).abs() <= 16 * UNIT[torch.float32] * size).all()
-        narrow = patched_linear(library, z, weight, u, v, bias, torch.bfloat16)
-        assert same_bits(narrow, found.bfloat16())
+        of = case_of(rows, n, k)
+        found, (expected, size) = run(library, of), of.expected()
+        assert ((found.double() - expected).abs() <= 16 * UNIT[torch.float32] * size).all()
+        assert same_bits(run(library, of, out_dtype=torch.bfloat16), found.bfloat16())
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_a_row_does_not_see_the_others(library: ctypes.CDLL, n: int, k: int) -> None:
     """Neither their number, from 1 to 64 and beyond, nor its place among them."""
-    z, weight, bias, u, v = inputs(81, n, k)
-    together = patched_linear(library, z, weight, u, v, bias)
+    of = case_of(81, n, k)
+    together = run(library, of)
     spans = [(0, rows) for rows in range(1, 65)] + [(place, place + 1) for place in range(1, 81)]
     for first, end in [*spans, (3, 20), (9, 58), (40, 81)]:
         rows = slice(first, end)
-        found = patched_linear(library, z[rows], weight, u[rows], v[rows], bias)
-        assert same_bits(found, together[rows]), rows
+        assert same_bits(run(library, of.rows(rows)), together[rows]), rows
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
 def test_strides_and_threads_do_not_change_a_bit(library: ctypes.CDLL, rows: int) -> None:
-    z, weight, bias, u, v = inputs(rows, 150, 170)
-    plain = patched_linear(library, z, weight, u, v, bias)
+    of = case_of(rows, 150, 170)
+    plain = run(library, of)
     padded = torch.full((151, 177), torch.nan, dtype=torch.bfloat16)
-    padded[:150, 3:173] = weight
-    spread = torch.full((rows, 170, 2), torch.nan, dtype=torch.bfloat16)
-    spread[..., 0] = z
+    padded[:150, 3:173] = of.weight
+    spread = replace(of, z=in_gaps(of.z), weight=padded[:150, 3:173])
     for cut in (0, 16, 48, 144):
-        found = patched_linear(
-            library, spread[..., 0], padded[:150, 3:173], u, v, bias, torch.float32, cut
-        )
-        assert same_bits(found, plain)
+        assert same_bits(run(library, spread, cut=cut), plain)
 
 
 def test_the_slots_of_experts(library: ctypes.CDLL) -> None:
     """A pass may take its rows from anywhere and put them back there."""
-    z, weight, *_ = inputs(70, 50, 90)
+    z, weight, *_ = case_of(70, 50, 90).arguments.values()
     slots = torch.randperm(70, generator=seeded(0))
     plain = patched_linear(library, z, weight)
     assert same_bits(patched_linear(library, z, weight, slots=slots), plain)
@@ -116,7 +106,7 @@ def test_the_slots_of_experts(library: ctypes.CDLL) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_recording_has_the_bits_of_the_replay(library: ctypes.CDLL, n: int, k: int) -> None:
     for pairs in (1, 9, 32, 37):
-        z, weight, _, _, v = inputs(2 * pairs, n, k)
+        z, weight, _, v, *_ = case_of(2 * pairs, n, k).arguments.values()
         v = v[:pairs, :1].contiguous()
         y, u = torch.full((2 * pairs, n), torch.nan), torch.full((pairs, 1, n), torch.nan)
         library.record_linear(*numbers(pairs, n, k, 0), *map(address, (z, weight, v, y, u)))
@@ -130,16 +120,16 @@ def test_recording_has_the_bits_of_the_replay(library: ctypes.CDLL, n: int, k: i
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_nothing_is_read_beyond_the_weight(library: ctypes.CDLL, n: int, k: int) -> None:
     """In a process of its own, which dies there."""
-    z, weight, *_ = inputs(3, n, k)
+    z, weight, *_ = case_of(3, n, k).arguments.values()
     last = between_guards(weight)
     assert status_of_child(lambda: patched_linear(library, z, last)) == 0
 
 
 def test_a_poisoned_row_stays_alone(library: ctypes.CDLL) -> None:
-    z, weight, bias, u, v = inputs(40, 67, 130)
-    clean = patched_linear(library, z, weight, u, v, bias)
-    z[17, 129] = torch.nan
-    dirty = patched_linear(library, z, weight, u, v, bias)
+    of = case_of(40, 67, 130)
+    clean = run(library, of)
+    of.z[17, 129] = torch.nan
+    dirty = run(library, of)
     others = torch.arange(40) != 17
     assert dirty[17].isnan().all() and same_bits(dirty[others], clean[others])
 

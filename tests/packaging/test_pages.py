@@ -242,18 +242,6 @@ def test_an_answer_costs_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -
     check("the model itself, with the context", lambda: model.generate(ids, **new), answered, 0)
 
 
-def test_the_memory_of_a_patch_is_what_the_models_have() -> None:
-    """Against the sizes of the factors as docs/design.md lists them."""
-    rows = {row["model"]: row for row in json.loads(text_of("docs/data/patch-memory.json"))["rows"]}
-    d, inner, layers = 4096, 14336, 32  # Llama 3.1 8B, 8 KV heads of width 128
-    fp32, fp64 = 4, 8
-    readers = (2 * inner + d) * fp32
-    expected = {"stable": readers + (d + inner) * fp32, "exact": readers + (d + inner) * fp64}
-    row = rows["Llama-3.1-8B"]
-    assert row["patch_bytes"] == {name: layers * size for name, size in expected.items()}
-    assert row["cache_bytes"] == layers * 2 * 8 * 128 * 2
-
-
 def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 170
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import build, case, shallow
+from support.models import case, shallow, two_layers
 from support.numeric import noise_limit
 from torch import Tensor, nn
 
@@ -18,15 +18,7 @@ from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.patch.serialization import TOKEN_TENSORS
 
 UPDATES = ("direct", "stable", "exact")
-SMALL = {
-    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-    "llama": {"num_hidden_layers": 2},
-}
-HIDDEN, INNER = 48, 72
-
-
-def small(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return build(family, 0, dtype, **SMALL[family])
+FAMILIES, HIDDEN, INNER = ("gemma3", "llama"), 48, 72
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +28,7 @@ def patch_of() -> Callable[..., ContextPatch]:
 
     def get(family: str, update: str) -> ContextPatch:
         if (family, update) not in made:
-            with ContextPatcher(small(family), update, tokenizer=build_tokenizer()) as patcher:
+            with ContextPatcher(two_layers(family), update, tokenizer=build_tokenizer()) as patcher:
                 made[family, update] = patcher.compute(**case("prefix"))
         return made[family, update]
 
@@ -49,7 +41,7 @@ def replayed(patch: ContextPatch, model: nn.Module) -> Tensor:
 
 
 families_and_updates = pytest.mark.parametrize(
-    ("family", "update"), [(family, update) for family in SMALL for update in UPDATES]
+    ("family", "update"), [(family, update) for family in FAMILIES for update in UPDATES]
 )
 
 
@@ -58,7 +50,7 @@ families_and_updates = pytest.mark.parametrize(
 
 @families_and_updates
 def test_a_file_is_the_patch(family: str, update: str, patch_of: Callable, tmp_path: Path) -> None:
-    patch, path, model = patch_of(family, update), tmp_path / "p.safetensors", small(family)
+    patch, path, model = patch_of(family, update), tmp_path / "p.safetensors", two_layers(family)
     patch.save(path)
     assert list(tmp_path.iterdir()) == [path]
     loaded = ContextPatch.load(path, model, build_tokenizer())
@@ -108,13 +100,13 @@ def test_factors_that_are_not_finite_are_not_saved(patch_of: Callable, tmp_path:
 
 
 def test_a_patch_of_another_model_is_refused(patch_of: Callable, tmp_path: Path) -> None:
-    patch, path, one_bit_more = patch_of("gemma3", "stable"), tmp_path / "p", small("gemma3")
+    patch, path, one_bit_more = patch_of("gemma3", "stable"), tmp_path / "p", two_layers("gemma3")
     weight = one_bit_more.get_parameter("model.layers.1.mlp.up_proj.weight").data
     weight.view(torch.int32)[3, 5] ^= 1
     patch.save(path)
     for model, dtype in (
         (one_bit_more, ""),
-        (small("gemma3", torch.bfloat16), r"in torch\.float32: load the model with dtype"),
+        (two_layers("gemma3", torch.bfloat16), r"in torch\.float32: load the model with dtype"),
     ):
         message = rf"expected a patch of \w+ForCausalLM .* got one of Gemma3ForCausalLM.*{dtype}"
         with pytest.raises(FingerprintMismatch, match=message):
@@ -126,11 +118,17 @@ def test_a_patch_of_another_model_is_refused(patch_of: Callable, tmp_path: Path)
 
 
 def test_a_patch_of_another_tokenizer_is_refused(patch_of: Callable, tmp_path: Path) -> None:
-    other = build_tokenizer()
+    """When it is read, and when it is applied."""
+    other, patch = build_tokenizer(), patch_of("gemma3", "stable")
     other.add_tokens(["<another>"])
-    patch_of("gemma3", "stable").save(tmp_path / "p")
+    patch.save(tmp_path / "p")
     with pytest.raises(FingerprintMismatch, match="tokenizer"):
         ContextPatch.load(tmp_path / "p", tokenizer=other)
+    with (
+        ContextPatcher(two_layers("gemma3"), tokenizer=other) as patcher,
+        pytest.raises(FingerprintMismatch, match="tokenizer"),
+    ):
+        patcher.forward(patch.kept_ids, patch, kept_mask=patch.kept_mask)
 
 
 # -- parts
@@ -138,11 +136,11 @@ def test_a_patch_of_another_tokenizer_is_refused(patch_of: Callable, tmp_path: P
 
 # a direct patch of a scale writer holds only in the shapes that it was recorded in
 @pytest.mark.parametrize("update", ["stable", "exact"])
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_tokens_can_be_replayed(
     family: str, update: str, patch_of: Callable, tmp_path: Path
 ) -> None:
-    patch, model, path = patch_of(family, update), small(family), tmp_path / "p.safetensors"
+    patch, model, path = patch_of(family, update), two_layers(family), tmp_path / "p.safetensors"
     part = patch.select(tokens=slice(3))
     assert part.info.replayable
     assert torch.equal(part.kept_ids, patch.kept_ids[:, :3])
@@ -168,7 +166,7 @@ def test_other_parts_are_measured_but_not_replayed(patch_of: Callable, tmp_path:
         part.save(path)
         for again in (part, ContextPatch.load(path), part.select(rows=slice(1))):
             with pytest.raises(ValueError, match="part"):
-                replayed(again, small("gemma3"))
+                replayed(again, two_layers("gemma3"))
 
 
 def test_parts_that_cannot_be_selected(patch_of: Callable) -> None:

@@ -9,23 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.models import build, case
+from support.models import case, two_layers
 from support.patch_files import read, refuses, write
-from torch import Tensor, nn
+from torch import Tensor
 
 from icl_patch import ContextPatch, ContextPatcher, PatchFormatError
 from icl_patch.evaluation import tiny_models
 
 
-def model() -> nn.Module:
-    types = ["sliding_attention", "full_attention"]
-    return build("gemma3", 0, num_hidden_layers=2, layer_types=types)
-
-
 @pytest.fixture(scope="module")
 def patch() -> ContextPatch:
     """Three rows of seven kept tokens, behind a prefix of five."""
-    with ContextPatcher(model(), "stable") as patcher:
+    with ContextPatcher(two_layers("gemma3"), "stable") as patcher:
         return patcher.compute(**case("prefix"))
 
 
@@ -171,7 +166,7 @@ def test_files_that_are_made_up_with_the_right_digest(fault: str, saved: Path) -
     change(header, tensors)
     write(saved, header, tensors)
     with pytest.raises(PatchFormatError, match=message):
-        ContextPatch.load(saved, model())
+        ContextPatch.load(saved, two_layers("gemma3"))
 
 
 def test_header_entries_that_are_missing(saved: Path) -> None:

@@ -86,7 +86,7 @@ def check_backend(backend: str) -> None:
     for name, make in MODELS.items():
         model = make()
         limit = noise_limit(model)
-        for update in ("stable", "exact"):
+        for update in ("stable", "exact") if name == "gemma3" else ("exact",):
             with ContextPatcher(model, update) as patcher:
                 computed = patcher.compute(torch.randint(1, 90, (2, 5)), kept)
                 logits = patcher.forward(kept, computed)

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import expert_products, interpreter, linear_cases, row_ops
-from support.linear_cases import LAYOUTS, Case, check_linear
+from support.linear_cases import LAYOUTS, Case, check_linear, check_rows_without_a_patch
 from support.numeric import (
+    NARROW,
     UNIT,
     by_columns,
+    every_narrow,
     in_gaps,
     normal,
     poisoned,
@@ -35,11 +37,10 @@ from icl_patch.kernels.runtime.launching import INTERPRETED
 if INTERPRETED:
     interpreter.prepare()
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 linear_case = partial(linear_cases.linear_case, device=DEVICE)
 # bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:
 # test_both_kernels_serve_every_dtype, test_one_rounding
-SOME = {name: dtype for name, dtype in DTYPES.items() if name != "fp16" or not INTERPRETED}
+SOME = {name: dtype for name, dtype in NARROW.items() if name != "fp16" or not INTERPRETED}
 every_float = pytest.mark.parametrize("dtype", SOME.values(), ids=SOME)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -122,7 +123,7 @@ def test_strides(dtype: torch.dtype, layout: str, rows: int) -> None:
     check_linear(repeated, kernels.patched_linear(**repeated.arguments), dtype)
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("out_dtype", NARROW.values(), ids=NARROW)
 @every_float
 def test_one_rounding(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Of the fp32 sum with the patch in it."""
@@ -141,30 +142,10 @@ def test_one_rounding(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
 def test_index_minus_one_gives_the_bits_of_the_plain_map(
     dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not ``plain + 0``: a NaN or infinity in the pool, or a -0 in the output, would show. Nor does
-    the row before the first of the pool get read.
-    """
+    """Nor does the row before the first of the pool get read."""
     monkeypatch.setattr(interpreter, "tensors_begin_behind_guards", True)
     case = linear_case("pool", (rows, 33, 70), 2, dtype)
-    case.weight[:5], case.bias[:5] = 0, -0.0
-    case.z[1] = torch.nan
-    case.z[4, :2] = -0.0
-    plain = kernels.patched_linear(**case.plain)
-    unpatched = case.index < 0
-    assert unpatched[[1, 4]].all()
-    assert not unpatched.all()
-    for value in (1.0, torch.nan, torch.inf):
-        factors = {"u": torch.full_like(case.u, value), "v": torch.full_like(case.v, value)}
-        out = kernels.patched_linear(**case.arguments | factors)
-        assert same_bits(out[unpatched], plain[unpatched])
-        assert not (out[~unpatched] == plain[~unpatched]).any()
-    for integer in (torch.int32, torch.int8, torch.int16):
-        narrow = case.arguments | factors | {"index": case.index.to(integer)}
-        assert same_bits(kernels.patched_linear(**narrow), out)
-    empty = kernels.patched_linear(
-        **case.plain, u=case.u[:0], v=case.v[:0], index=torch.full_like(case.index, -1)
-    )
-    assert same_bits(empty, plain)
+    check_rows_without_a_patch(kernels.patched_linear, case)
 
 
 # One order of summation
@@ -190,13 +171,13 @@ def rows_keep_their_bits(case: Case, path: str | None, counts: list[int]) -> boo
 @every_float
 def test_a_row_does_not_see_its_batch(dtype: torch.dtype) -> None:
     case = linear_case("row", (16, 9, 130), 1, dtype)
-    assert rows_keep_their_bits(case, None, list(range(1, 16)) if not INTERPRETED else [1, 3, 11])
+    assert rows_keep_their_bits(case, None, list(range(1, 16)) if not INTERPRETED else [1, 11])
     # so that the coefficients are summed here in one launch, there in two
     ranked = linear_case("row-rank", (16, 9, 130), 4, dtype)
-    assert rows_keep_their_bits(ranked, None, [1, 8])
+    assert rows_keep_their_bits(ranked, None, [1])
     many = linear_case("row", (40, 9, 100), 1, dtype)
     for path in ("gemv", "gemm"):  # each serves any number of rows
-        assert rows_keep_their_bits(many, path, [1, 17])
+        assert rows_keep_their_bits(many, path, [17])
         check_linear(many, kernels.patched_linear(**many.arguments, path=path), dtype)
 
 
@@ -247,7 +228,7 @@ def documented_order(z: Tensor, v: Tensor, fused: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("dot", [False, True], ids=["fma", "dot"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_narrow
 def test_both_kernels_serve_every_dtype(dtype: torch.dtype, dot: bool) -> None:
     case = linear_case("row", (3, 33, 200), 1, dtype)
     config = Config(dot=dot, block_m=16, block_n=16, block_k=64, num_warps=4, num_stages=2)
@@ -279,7 +260,7 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
     assert same_bits(launch_linear(z[1:2], weight, config=config), y_pair[1:2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_narrow
 def test_ranges_of_k_are_added_in_their_order(dtype: torch.dtype) -> None:
     """Whichever program is the last, however many rows there are, recording or not. Early launches
     change no bit.
@@ -394,7 +375,7 @@ def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
 # Norms, the gated product and the direction
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_narrow
 def test_row_ops(dtype: torch.dtype) -> None:
     """As ops, which these kernels serve; of a row of 2100 elements two segments."""
     row_ops.check_all(dtype, (1, 70, 2100) if dtype == torch.float32 else (70,), DEVICE)
@@ -548,13 +529,13 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
     compiled = torch.compile(
         step, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"
     )
-    for rows in (1, 8, 64):
+    for rows in (1, 8, 17):
         sizes = ((rows, 70), (2 * rows, 70), (rows, 20))
         inputs = [normal(seeded(rows), *size, dtype=torch.float32).to(DEVICE) for size in sizes]
         inputs.append(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
-        with torch.compiler.set_stance("default" if rows < 64 else "fail_on_recompile"):
+        with torch.compiler.set_stance("default" if rows < 17 else "fail_on_recompile"):
             outputs = compiled(*inputs)
         assert are_configured_for(rows) == {True}
         eager = step(*inputs, path="gemv")
-        assert are_configured_for(rows) == {rows < 64}
+        assert are_configured_for(rows) == {rows < 17}
         assert rows > 1 or all(map(same_bits, outputs, eager))

@@ -1,9 +1,10 @@
 """Random arguments for the linear ops, in every layout of the factors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from support.numeric import UNIT, normal, seeded
+from support.numeric import UNIT, normal, same_bits, seeded
 from support.row_ops import unit
 from torch import Tensor
 
@@ -106,3 +107,26 @@ def linear_case(
         case,
         **{name: None if value is None else value.to(device) for name, value in vars(case).items()},
     )
+
+
+def check_rows_without_a_patch(run: Callable[..., Tensor], case: Case) -> None:
+    """Where the index is -1 a row has the bits of the plain map, not of ``plain + 0``:
+    a NaN or infinity in the pool, or a -0 in the output, would show.
+    """
+    case.weight[:5], case.bias[:5] = 0, -0.0
+    case.z[1] = torch.nan
+    case.z[4, :2] = -0.0
+    plain = run(**case.plain)
+    unpatched = case.index < 0
+    assert unpatched[[1, 4]].all() and not unpatched.all()
+    for value in (1.0, torch.nan, torch.inf):
+        factors = {"u": torch.full_like(case.u, value), "v": torch.full_like(case.v, value)}
+        out = run(**case.arguments | factors)
+        assert same_bits(out[unpatched], plain[unpatched])
+        assert not (out[~unpatched] == plain[~unpatched]).any()
+    for integer in (torch.int32, torch.int16, torch.int8):
+        assert same_bits(run(**case.arguments | factors | {"index": case.index.to(integer)}), out)
+    nowhere = torch.full_like(case.index, -1)
+    for patches in (len(case.u), 0):  # an empty pool patches no row either
+        u, v = (x[:patches] for x in (case.u, case.v))
+        assert same_bits(run(**case.plain, u=u, v=v, index=nowhere), plain)

@@ -94,6 +94,12 @@ def build(
     return FAMILIES[name](seed, dtype, **changes)
 
 
+def two_layers(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A Llama or a Gemma 3, whose two layers are one of each kind."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
+    return build(family, 0, dtype, num_hidden_layers=2, **kinds)
+
+
 # Of models whose first two layers are not of each kind that they have, or that say the kind of each
 # layer in a setting of their own.
 _SHARED_CACHE = {

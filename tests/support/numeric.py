@@ -33,7 +33,10 @@ ULP = 2.0**-52
 # The spacing of the dtype's numbers at 1: errors of rounding are small multiples of it.
 EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
+NARROW = {name: dtype for name, dtype in FLOATS.items() if name != "fp64"}
+
 every_dtype = pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+every_narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
 
 # A patched pass rounds in other places than the untouched one: at most 3.1 noise floors apart were
 # seen over all families. The same number as in icl_patch.verify.
