@@ -210,14 +210,9 @@ class SelfCheck:
         """A cache of the prefix, from that of all tokens if it can be cut."""
         width = patch.prefix_ids.shape[1]
         if type(cache) is not DynamicCache or not all(
-            layer.is_initialized
-            and (
-                type(layer) is DynamicLayer
-                or (
-                    type(layer) is DynamicSlidingWindowLayer
-                    and layer.cumulative_length < layer.sliding_window
-                )
-            )
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            and layer.is_initialized
+            and (type(layer) is DynamicLayer or layer.cumulative_length < layer.sliding_window)
             for layer in cache.layers
         ):
             return prefix_cache(self._model, patch)
