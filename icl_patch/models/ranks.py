@@ -49,7 +49,7 @@ def ranks_of(model: nn.Module, timeout: float | None = None) -> "Ranks":
         ranks = (0,) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
         known = _known[model] = Ranks(ranks, DEFAULT_TIMEOUT if timeout is None else timeout)
         if mesh is not None:
-            known.groups += [mesh.get_group(name) for name in mesh.mesh_dim_names]
+            known.groups += mesh.get_all_groups()
             known.set_timeout(known.timeout)
     if timeout is not None:
         known.set_timeout(timeout)

@@ -21,9 +21,10 @@ from icl_patch.models.ranks import mesh_of
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The process group of the ranks that share matrices; None if none are shared."""
     mesh = mesh_of(model)
-    if mesh is None or mesh["tp"].size() == 1:
+    names = () if mesh is None else mesh.mesh_dim_names or ("tp",)  # 5.17 names no lone dimension
+    if "tp" not in names or mesh.size(names.index("tp")) == 1:
         return None
-    group: dist.ProcessGroup = mesh.get_group("tp")
+    group: dist.ProcessGroup = mesh.get_group(names.index("tp"))
     return group
 
 

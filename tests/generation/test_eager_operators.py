@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from packaging.version import Version
 from support.numeric import normal, same_bits, seeded
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,6 +45,8 @@ def traced(step: Step) -> fx.GraphModule:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_compiled_graph_has_the_bits_of_eager_operators(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and Version(torch.__version__) < Version("2.12"):
+        pytest.skip("on a CPU torch 2.11 rounds no product of numbers in bf16; steps are tried")
     step = Step(dtype)
     expected = step()
     kept = in_regions(traced(step), [], eager_rounding=True, free=[5])()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from support.models import VOCABULARY, longrope, ragged, randomised, tokens
 from support.numeric import replay_error
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ def phi3(**changes: Any) -> PreTrainedModel:
 
 def gemma3() -> PreTrainedModel:
     """LongRoPE in every other layer."""
+    if Version(transformers.__version__) < Version("5.21"):
+        pytest.skip("transformers before 5.21 fails with LongRoPE in some layers")
     kinds = {
         "full_attention": LONGROPE,
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

@@ -70,7 +70,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> None:
-    saved = folders(path, families, num_key_value_heads=4)  # a head for each of four ranks
+    sizes = {"num_key_value_heads": 4, "vocab_size": 100}  # divided by four ranks
+    saved = folders(path, families, **sizes)
     of_one: dict[tuple[str, str], Any] = {}
     for folder in saved:
         for update in UPDATES:
