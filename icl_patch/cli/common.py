@@ -414,10 +414,11 @@ class _RateColumn(ProgressColumn):
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _RateColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -36,7 +36,12 @@ def plot(report: VerifyReport, tokens: Sequence[str], path: Path) -> None:
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     axes[0].legend(loc="upper left", bbox_to_anchor=(0, 1.2), ncols=3, frameon=False)
-    names = [visible_text(token).replace("$", r"\$") for token in tokens]  # not matplotlib's markup
+    names = [visible(token) for token in tokens]
     axes[1].set_xticks(positions, names, rotation=90, family="monospace", fontsize=8)
     axes[1].set_xlabel(f"generated tokens, {report.model}")
     figure.savefig(path, dpi=150)
+
+
+def visible(token: str) -> str:
+    """:func:`icl_patch.evaluation.report.visible_text` without what matplotlib reads as markup."""
+    return visible_text(token).replace("$", r"\$")

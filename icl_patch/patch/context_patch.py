@@ -22,6 +22,7 @@ the SHA-256 of the file, the fields of :class:`PatchInfo`, the path and form of 
 ids, masks, positions and slots as lists.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -328,7 +329,11 @@ class ContextPatch:
         """
         for block, own in zip(blocks, self.blocks, strict=False):
             for name, found in vars(own.spec).items():
-                if found != (expected := getattr(block.spec, name)):
+                expected = getattr(block.spec, name)
+                # a measured number may be rounded elsewhere in another way
+                numbers = isinstance(found, float) and isinstance(expected, float)
+                near = numbers and math.isclose(found, expected, rel_tol=2.0**-40)
+                if found != expected and not near:
                     raise PatchFormatError(
                         f"expected a patch of blocks as this version reads them, with {name}"
                         f" {expected} in {block.path}, got one with {found}: compute the patch"
