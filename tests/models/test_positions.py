@@ -20,6 +20,7 @@ from icl_patch.evaluation.baseline import baseline
 from icl_patch.generation import graph_partition
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
 
+OLD = Version(transformers.__version__) < Version("5.21")
 UPDATES = ("direct", "stable", "exact")
 updates = pytest.mark.parametrize("update", UPDATES)
 SWITCH = 16  # tokens beyond which the models here take LongRoPE's long factors
@@ -34,7 +35,7 @@ def phi3(**changes: Any) -> PreTrainedModel:
 
 def gemma3() -> PreTrainedModel:
     """LongRoPE in every other layer."""
-    if Version(transformers.__version__) < Version("5.21"):
+    if OLD:
         pytest.skip("transformers before 5.21 fails with LongRoPE in some layers")
     kinds = {
         "full_attention": LONGROPE,
@@ -140,6 +141,8 @@ def test_longrope_switches_while_tokens_are_generated(
     """All keys in the cache are rotated again, as transformers does it for these classes; windows
     and ragged rows.
     """
+    if OLD and way == "compiled":
+        pytest.skip("LongRoPE in transformers before 5.21 cannot be traced")
     monkeypatch.setattr(graph_partition, "BACKEND", "eager")
     model, options = phi3(sliding_window=6, num_hidden_layers=2), dict(WAYS[way])
     expected = model.generate(IDS, attention_mask=MASK.long(), **GENERATE)[:, IDS.shape[1] :]
@@ -147,7 +150,8 @@ def test_longrope_switches_while_tokens_are_generated(
         steps = list(patcher.generate(IDS, context_mask=MASK, **options, **GENERATE))
         errors = [float(replay_error(patcher, step).max()) for step in steps]
     made = torch.stack([step.token_ids for step in steps], 1)
-    assert torch.equal(made, expected)
+    if not OLD:  # which leaves the keys in the cache as they are
+        assert torch.equal(made, expected)
     for number, step in enumerate(steps):
         assert off(step.logits, one_call(model, grown(IDS, MASK, made, number))[:, -1]) <= 1e-5
         assert errors[number] <= (1e-5 if WAYS[way]["update"] == "stable" else 0)
