@@ -209,12 +209,7 @@ class SelfCheck:
     def _prefix(self, patch: ContextPatch, cache: Cache) -> Cache:
         """A cache of the prefix, from that of all tokens if it can be cut."""
         width = patch.prefix_ids.shape[1]
-        if type(cache) is not DynamicCache or not all(
-            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-            and layer.is_initialized
-            and (type(layer) is DynamicLayer or layer.cumulative_length < layer.sliding_window)
-            for layer in cache.layers
-        ):
+        if type(cache) is not DynamicCache or not all(map(_can_be_cut, cache.layers)):
             return prefix_cache(self._model, patch)
         cache.crop(width - self._sequences.ids.shape[1])
         if count := empty_slots(self._model, patch):
@@ -308,6 +303,12 @@ def takes_padding(model: PreTrainedModel, recurrent: bool) -> bool:
     if recurrent and not _same(padded, logits(slice(None), 1)):
         return False
     return _same(padded, alone) if counts_slots(model) and few_bits else _near(padded, alone)
+
+
+def _can_be_cut(layer: object) -> bool:
+    if type(layer) is DynamicSlidingWindowLayer:
+        return layer.is_initialized and layer.cumulative_length < layer.sliding_window
+    return type(layer) is DynamicLayer and layer.is_initialized
 
 
 def _has_few_bits(model: PreTrainedModel) -> bool:
