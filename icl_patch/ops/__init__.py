@@ -9,7 +9,7 @@ from icl_patch.ops.attention import decode_attention, has_decode_attention
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import has_kernels, has_triton
 from icl_patch.ops.experts import expert_linear
-from icl_patch.ops.gated_product import gated_product
+from icl_patch.ops.gated_product import gated_product, has_gated_product
 from icl_patch.ops.inversion import invert_rmsnorm, stable_scale
 from icl_patch.ops.linear import (
     add_low_rank,
@@ -34,6 +34,7 @@ __all__ = [
     "gated_product",
     "gemv_products",
     "has_decode_attention",
+    "has_gated_product",
     "has_kernels",
     "has_triton",
     "invert_rmsnorm",

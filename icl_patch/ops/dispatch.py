@@ -75,7 +75,7 @@ def triton_for(args: tuple[Any, ...]) -> Any:
     return _kernels()
 
 
-def _native_serves(args: tuple[Any, ...], fp64: bool) -> bool:
+def native_takes(args: tuple[Any, ...], *, fp64: bool = False) -> bool:
     """Whether the native library's CPU ops serve these arguments: they have no derivatives, and
     most of them compute in fp32.
     """
@@ -159,7 +159,7 @@ class Op:
                 return self.triton(kernels, *args, **options)
             return getattr(kernels, self.name)(*args, *options.values())
         self.check(*args, **options)
-        if native_fits and _native_serves(args, self.native_fp64):
+        if native_fits and native_takes(args, fp64=self.native_fp64):
             return self._native(*map(_as_native, args))
         if args[0].is_meta or not torch.is_autocast_enabled(args[0].device.type):
             return self.reference(*args, **options)

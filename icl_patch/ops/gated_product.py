@@ -4,7 +4,7 @@ from torch import Tensor
 
 from icl_patch.checks import check_gated_product
 from icl_patch.ops import reference
-from icl_patch.ops.dispatch import Op
+from icl_patch.ops.dispatch import Op, native_takes, triton_for
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -27,3 +27,8 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 _gated_product = Op("gated_product", check_gated_product, reference.gated_product)
+
+
+def has_gated_product(gate: Tensor) -> bool:
+    """Whether :func:`gated_product` of these tensors runs in a kernel of ours."""
+    return triton_for((gate,)) is not None or native_takes((gate,))
