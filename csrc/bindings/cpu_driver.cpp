@@ -42,7 +42,7 @@ const CpuDriver* find() {
   const bool avx512 =
       fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  const bool amx = avx512_bf16 && name && !std::strcmp(name, "amx") && request_tiles();
+  const bool amx = avx512_bf16 && request_tiles();
 #endif
   static const CpuDriver drivers[] = {
 #ifdef ICL_PATCH_X86

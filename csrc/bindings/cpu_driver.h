@@ -19,8 +19,8 @@ struct CpuDriver {
   decltype(&portable::attention_outputs) attention_outputs;
 };
 
-// The widest instruction set of this processor, but for amx, which must be named; or the one that
-// ICL_PATCH_CPU names, null if that is none of this processor's.
+// The widest instruction set of this processor, or the one that ICL_PATCH_CPU names; null if that
+// is none of this processor's.
 const CpuDriver* find_cpu_driver();
 
 // The same, checked.

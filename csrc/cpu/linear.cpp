@@ -371,6 +371,7 @@ using Tiles = void;
 #endif
 constexpr bool kHasTiles = !std::is_void_v<Tiles>;
 constexpr int64_t kMaxRowBlocks = 4;   // of 16 rows of z, in one pass over W
+constexpr int64_t kWeightTiles = 2;     // of W at a time
 constexpr int64_t kTileBlockK = 2048;  // columns of W that stay in the second-level cache
 
 bool on_tiles(const Linear& call) {
@@ -429,7 +430,7 @@ struct alignas(64) TileSums {
 template <class T, int kWide, int kPairs>
 void accumulate_tiles(T& tiles, const uint16_t* w, int64_t stride, int64_t outputs, const float* z,
                       int64_t pairs, int64_t columns, int64_t begin, int64_t end,
-                      const uint16_t* ahead, TileSums (*sums)[kSumTiles]) {
+                      const uint16_t* ahead, TileSums (*sums)[kWeightTiles]) {
   constexpr std::make_integer_sequence<int, kWide> wide_tiles{};
   constexpr std::make_integer_sequence<int, kPairs> pair_tiles{};
   const int64_t line = columns * sizeof(float);
@@ -472,17 +473,18 @@ void accumulate_tiles(T& tiles, const uint16_t* w, int64_t stride, int64_t outpu
 }
 
 // W as (N, K) in bf16, on tiles: outputᵀ = W zᵀ, so that W is read as it lies in memory. Up to 16
-// rows of z meet four tiles of W at a time; for more, two tiles of W meet two of z.
+// rows of z meet one tile of W at a time, which keeps the memory busiest; for more, two tiles of W
+// meet two of z.
 template <class T>
 void outputs_on_tiles(const Linear& call, const float* z, int64_t z_stride,
                       const float* coefficients, int64_t begin, int64_t end) {
   const int64_t columns = tile_columns(call), pairs = z_stride / 2, stride = call.weight.row;
   const int64_t blocks = (call.rows + kTileRows - 1) / kTileRows;
-  const int64_t group = (blocks > 1 ? 2 : 4) * kTileRows, group_bytes = group * call.k * 2;
+  const int64_t group = std::min(blocks, kWeightTiles) * kTileRows, group_bytes = group * call.k * 2;
   const int64_t groups_ahead = kPrefetchBytes / std::max<int64_t>(group_bytes, 1) + 1;
   T tiles(columns);
-  TileSums sums[kMaxRowBlocks][kSumTiles];
-  float products[kMaxRowBlocks * kTileRows][kSumTiles * kTileRows];
+  TileSums sums[kMaxRowBlocks][kWeightTiles];
+  float products[kMaxRowBlocks * kTileRows][kWeightTiles * kTileRows];
   for (int64_t n = begin; n < end; n += group) {
     const int64_t count = std::min(group, end - n);
     const auto* w = call.weight.as<uint16_t>() + n * stride;
@@ -491,7 +493,7 @@ void outputs_on_tiles(const Linear& call, const float* z, int64_t z_stride,
       for (int64_t block = 0; block < blocks; block += 2)
         with_constant<2>(blocks - block, [&](auto pair_tiles) ICL_PATCH_INLINE_LAMBDA {
           const int64_t wide = (count + kTileRows - 1) / kTileRows;
-          with_constant<kSumTiles / pair_tiles>(wide, [&](auto wide_tiles) ICL_PATCH_INLINE_LAMBDA {
+          with_constant<kWeightTiles>(wide, [&](auto wide_tiles) ICL_PATCH_INLINE_LAMBDA {
             accumulate_tiles<T, wide_tiles, pair_tiles>(
                 tiles, w, stride, count, z + block * pairs * columns, pairs, columns, k,
                 std::min(k + kTileBlockK, call.k),
@@ -501,7 +503,7 @@ void outputs_on_tiles(const Linear& call, const float* z, int64_t z_stride,
     for (int64_t m = 0; m < call.rows; ++m)
       for (int64_t i = 0; i < count; ++i)
         products[m][i] = sums[m / kTileRows][i / kTileRows].values[i % kTileRows][m % kTileRows];
-    finish(call, coefficients, products[0], kSumTiles * kTileRows, n, count);
+    finish(call, coefficients, products[0], kWeightTiles * kTileRows, n, count);
   }
 }
 

@@ -13,7 +13,7 @@
 namespace icl_patch::ICL_PATCH_ISA {
 
 constexpr int kTileRows = 16, kTileBytes = 64, kTileDepth = 32;  // depth: columns of bf16
-constexpr int kSumTiles = 4, kPairTile = 4, kWideTile = 6;
+constexpr int kPairTile = 4, kWideTile = 6;
 
 // Intel's AMX. Assembly, as the compilers' intrinsics do not take template arguments.
 class AmxTiles {

@@ -38,7 +38,9 @@ def _cpu_gemv_rows(matrix_units: str, kernels: str) -> int:
 
 
 _CPU_GEMV_ROWS = {
-    torch.bfloat16: _cpu_gemv_rows("_is_amx_tile_supported", "_is_mkldnn_bf16_supported"),
+    torch.bfloat16: _GEMV_ROWS
+    if native.cpu_instructions == "amx"
+    else _cpu_gemv_rows("_is_amx_tile_supported", "_is_mkldnn_bf16_supported"),
     torch.float16: _cpu_gemv_rows("_is_amx_fp16_supported", "_is_mkldnn_fp16_supported"),
 }
 
@@ -68,8 +70,9 @@ def product_path(z: Tensor, rows: int) -> str:
     rows, ``"gemm"`` for many.
 
     Within a path a row's bits do not depend on the number of rows. On the CPU the path ``"gemm"``
-    is torch's own product, from 17 rows on; in bf16 from 5 rows on where the processor has matrix
-    units, and never where torch has no fast product of a dtype (fp16 without AVX512-FP16).
+    is torch's own product, from 17 rows on; from 5 rows on where torch has matrix units for a dtype
+    and our kernel does not use them (fp16), and never where torch has no fast product of a dtype
+    (fp16 without AVX512-FP16).
     """
     if _takes_gemv_only():
         return GEMV

@@ -46,19 +46,18 @@ def _text(name: str) -> str:
 
 
 cpu_instructions = _text("icl_patch_cpu_instructions")
-"""The instruction set that the CPU drivers use here: ``avx512_bf16``, ``avx512``, ``avx2`` or
-``portable``; empty without the library.
+"""The instruction set that the CPU drivers use here: ``amx`` (``avx512_bf16`` with the products of
+bf16 weights (N, K) on Intel's matrix tiles), ``avx512_bf16``, ``avx512``, ``avx2`` or ``portable``;
+empty without the library.
 
-The environment variable ICL_PATCH_CPU, read when the library is loaded, names another one, or
-``amx``: ``avx512_bf16`` with the products of bf16 weights (N, K) on matrix tiles. Nobody has timed
-``amx``, so it is used only if it is named. All of them give the same bits, but in the patched
-products, which add up in the processor's own width; where it multiplies bf16 in pairs it takes
-denormal numbers for 0.
+The environment variable ICL_PATCH_CPU, read when the library is loaded, names another one than the
+first that the processor has. All of them give the same bits, but in the patched products, which add
+up in the processor's own width; where it multiplies bf16 in pairs it takes denormal numbers for 0.
 """
 if _lacking is None and not cpu_instructions:
     raise ValueError(
-        "expected ICL_PATCH_CPU=avx512_bf16, avx512, avx2, portable or amx (bf16 products on matrix"
-        " tiles, never timed), one that this processor has and the operating system allows, got"
+        "expected ICL_PATCH_CPU=amx, avx512_bf16, avx512, avx2 or portable, one that this processor"
+        " has and the operating system allows, got"
         f" {os.environ['ICL_PATCH_CPU']!r}"
     )
 
