@@ -49,7 +49,7 @@ class DecodeState:
 
     Attributes:
         attached: the model. mode: how the steps run.
-        inputs: which token is the current one; the only owner of the position.
+        inputs: what a step of one pass reads: the current token, its position, the cache.
         run: a step of one pass on ``inputs``, eager, compiled or captured; None in two passes.
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
             hold tokens.
@@ -188,7 +188,7 @@ def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
         token_ids: (B,) int64, the current tokens: the context's last, then generated ones.
 
     Returns:
-        The logits (B, V) of the next tokens.
+        The logits of the next tokens, and what makes the patch.
 
     Raises:
         ControllabilityError: no change of the weights can have the effect, for the block and row

@@ -105,8 +105,8 @@ class StepOutput:
         logits: (B, V) of the reduced stream.
         maybe_infeasible: () bool, whether some block may not be able to take up the context.
         factors, notes: of every block; the notes for its diagnostics.
-        misses: (L, B), the number of elements that an exact factor of each block misses; None for
-            other updates. activations: of every block, with the context, if there are misses.
+        misses: (L, B), the number of elements that an exact factor of each block misses.
+            activations: of every block, with the context. Both None for other updates.
         is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
     """
 
@@ -124,7 +124,8 @@ RunStep = Callable[[], StepOutput]
 
 
 class OnePass:
-    """How an attached model runs both streams of one token in one pass; made once a model.
+    """How an attached model runs both streams of one token in one pass, for as
+    long as nothing in the model changes.
 
     Args:
         attached: the model.

@@ -69,10 +69,9 @@ class StepPlans:
         """
         attached, exact = self.attached, self.attached.update == "exact"
         attached.watch_hooks()
-        takes_two = attached.steps_take_two_passes and not exact
         possible = {
-            DecodeMode.SHARED_CACHE.value: not takes_two,
-            DecodeMode.TWO_STREAM.value: not takes_two and not exact,
+            DecodeMode.SHARED_CACHE.value: not attached.steps_take_two_passes,
+            DecodeMode.TWO_STREAM.value: not (attached.steps_take_two_passes or exact),
             TWO_PASS: not compile,
         }
         modes = [AUTO, *(name for name, is_possible in possible.items() if is_possible)]

@@ -90,7 +90,7 @@ class AttachedBlock:
         self.device = device_of(self.module)
         # the recorder's, where the norm before the MLP reports both streams in one launch
         self.on_norm_pair: Callable[[NormPair], None] | None = None
-        # the recorder's, where both streams of a decode step share a cache
+        # an exact step's recorder's, where the block's forward returns the context stream alone
         self.on_sum: Callable[[Tensor], None] | None = None
         self._swapped: list[
             tuple[str, nn.Module, PatchedModule]

@@ -437,7 +437,7 @@ class AttachedModel:
         if expected is None:
             with self.hooks.removed():
                 expected = self.replay_logits(patch)
-        if (error := error_of(logits, expected, patch.kept_mask)) > self._replay_limit:
+        if (error := error_of(logits, expected, patch.kept_mask)) > self.replay_limit:
             others = f"got others on {paths_of(hooked)}" if hooked else "they have been removed"
             raise UnsupportedModelError(
                 f"expected the forward hooks that the patch was computed with, {others}: the replay"
@@ -466,7 +466,7 @@ class AttachedModel:
         valid = patch.kept_mask if live is None else patch.kept_mask & live
         error = error_of(self.replay_logits(patch), expected, valid)
         closed = self.update == "exact" and not report.misses.any()
-        if error > (0 if closed else self._replay_limit):
+        if error > (0 if closed else self.replay_limit):
             raise UnsupportedModelError(
                 f"a patch cannot reproduce the model with forward hooks on {paths_of(hooked)}: its"
                 f" replay is off by {error:.1g} of the largest logit. Remove the hook, put it on"
@@ -498,7 +498,7 @@ class AttachedModel:
         )
 
     @property
-    def _replay_limit(self) -> float:
+    def replay_limit(self) -> float:
         """How far off a replay may be, relative to the largest logit."""
         return torch.inf if self.has_ties else rounding_limit(self.model.dtype)
 

@@ -194,8 +194,8 @@ class BlockRecorder:
         patched = add_low_rank(y, self.split(z)[1], u, self.direction_of(z).v, dtype)
         self.keep_factors(name, layer, u)
         reference = reference.to(dtype)
-        if y_ctx is not None:
-            self.context.readers[name] = reference  # which a miss of an exact step needs
+        if y_ctx is not None and self.exact:
+            self.context.readers[name] = reference  # which a miss needs
         self.note("reader", patched, reference, u)
         return self.join(y_ctx, patched, output)
 
