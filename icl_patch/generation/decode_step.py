@@ -24,7 +24,7 @@ from icl_patch.generation.one_pass import (
     StepOutput,
 )
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
-from icl_patch.layers.attachment import one_pass
+from icl_patch.layers.attachment import as_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import MediaPositions, over_columns
 from icl_patch.models.positions import switch_lengths
@@ -112,9 +112,7 @@ class DecodeResult:
     make_patch: Callable[[], ContextPatch]
 
 
-@one_pass
-@torch.inference_mode(False)
-@torch.no_grad()
+@as_pass
 def prefill(
     attached: AttachedModel,
     plan: OnePass | None,
@@ -197,7 +195,7 @@ def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
             got some since the first step, and its steps run them in one pass.
     """
     attached = state.attached
-    with attached.attachment.one_pass():
+    with attached.attachment.exclusive():
         return attached.ranks.shared(lambda: _decode(state, token_ids))
 
 
