@@ -49,7 +49,7 @@ class DecodeState:
 
     Attributes:
         attached: the model. mode: how the steps run.
-        inputs: what a step of one pass reads: the current token, its position, the cache.
+        inputs: the current token, its place and the cache, which a step of one pass reads.
         run: a step of one pass on ``inputs``, eager, compiled or captured; None in two passes.
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
             hold tokens.

@@ -113,8 +113,8 @@ RunStep = Callable[[], StepOutput]
 
 
 class OnePass:
-    """How an attached model runs both streams of one token in one pass, for as
-    long as nothing in the model changes.
+    """How an attached model runs both streams of one token in one pass, for as long as
+    nothing in the model changes.
 
     Args:
         attached: the model.
