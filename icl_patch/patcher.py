@@ -287,7 +287,7 @@ class ContextPatcher:
             raise TypeError(f"expected a ContextPatch, got {type(patch).__name__}")
         check_tensor("kept_ids", kept_ids)
         self.attached_model.attachment.check_outside()
-        with self.attached_model.attachment.one_pass():
+        with self.attached_model.attachment.exclusive():
             self._check_replay(kept_ids, patch, kept_mask)
             return self.attached_model.replay_checked(patch)
 

@@ -226,7 +226,7 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode) -> St
     state, token = _state(patcher, ids, mode), ids[:, -1].clone()
     cache: Any = state.inputs.cache
     cache.activate_past_recording()
-    return repeatable(lambda: decode_one_token(state, token).logits, state.inputs.rewind)
+    return _repeated(state, token)
 
 
 def _compiled_step(
@@ -235,10 +235,31 @@ def _compiled_step(
     """Our step over static buffers: compiled, as a CUDA graph, or both."""
     state, token = _state(patcher, ids, mode, reserve=False), ids[:, -1].clone()
     use_compiled_step(patcher.plans, state, compilers)
-    step = repeatable(lambda: decode_one_token(state, token).logits, state.inputs.rewind)
+    step = _repeated(state, token)
     for _ in range(_WARM_UP):
         step()
     return step
+
+
+def _repeated(state: DecodeState, token: Tensor) -> Step:
+    """The step of one token, undone after it; of the cache too, if it is dynamic.
+
+    A layer with a full window has dropped a token, which only a dynamic cache gets back, after
+    ``Cache.activate_past_recording``.
+    """
+    step_inputs = state.inputs
+
+    def rewind() -> None:
+        step_inputs.length -= 1
+        step_inputs.positions -= 1
+        step_inputs.mask[:, step_inputs.length] = 0
+        if step_inputs.slot is not None:
+            step_inputs.slot -= 1
+        else:
+            cache: Any = step_inputs.cache
+            cache.crop(-1)
+
+    return repeatable(lambda: decode_one_token(state, token).logits, rewind)
 
 
 def _two_pass_step(patcher: ContextPatcher, ids: Tensor) -> Step:

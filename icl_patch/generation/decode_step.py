@@ -24,7 +24,7 @@ from icl_patch.generation.one_pass import (
     StepOutput,
 )
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
-from icl_patch.layers.attachment import one_pass
+from icl_patch.layers.attachment import as_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import MediaPositions, over_columns
 from icl_patch.models.positions import switch_lengths
@@ -49,7 +49,7 @@ class DecodeState:
 
     Attributes:
         attached: the model. mode: how the steps run.
-        inputs: which token is the current one; the only owner of the position.
+        inputs: the current token, its place and the cache, which a step of one pass reads.
         run: a step of one pass on ``inputs``, eager, compiled or captured; None in two passes.
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
             hold tokens.
@@ -112,9 +112,7 @@ class DecodeResult:
     make_patch: Callable[[], ContextPatch]
 
 
-@one_pass
-@torch.inference_mode(False)
-@torch.no_grad()
+@as_pass
 def prefill(
     attached: AttachedModel,
     plan: OnePass | None,
@@ -188,7 +186,7 @@ def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
         token_ids: (B,) int64, the current tokens: the context's last, then generated ones.
 
     Returns:
-        The logits (B, V) of the next tokens.
+        The logits of the next tokens, and what makes the patch.
 
     Raises:
         ControllabilityError: no change of the weights can have the effect, for the block and row
@@ -197,7 +195,7 @@ def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
             got some since the first step, and its steps run them in one pass.
     """
     attached = state.attached
-    with attached.attachment.one_pass():
+    with attached.attachment.exclusive():
         return attached.ranks.shared(lambda: _decode(state, token_ids))
 
 

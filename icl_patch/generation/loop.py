@@ -248,7 +248,7 @@ def _loop(
     release = None
     try:
         mask, media, model_inputs = _checked(model, ids, config, model_kwargs)
-        with attached.attachment.one_pass():
+        with attached.attachment.exclusive():
             attached.agree("the prompt", (ids, mask), options=(mode, compilers))
             capacity = max(int(config.max_length), ids.shape[1] + 1)
             check_length(model, int(mask.sum(1).max()), capacity - ids.shape[1])

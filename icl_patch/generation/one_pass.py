@@ -22,7 +22,7 @@ from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import inputs
 from icl_patch.models.forward_override import (
     Forward,
-    Overrides,
+    ForwardOverrides,
     is_plain_linear,
     linear_forward,
     overridable,
@@ -30,7 +30,11 @@ from icl_patch.models.forward_override import (
 )
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.decode_recorder import DecodeRecorder, ExactDecodeRecorder, close_loops
+from icl_patch.recording.decode_recorder import (
+    ExactDecodeRecorder,
+    InexactDecodeRecorder,
+    close_loops,
+)
 from icl_patch.recording.diagnostics import Note
 from icl_patch.recording.passes import recording
 
@@ -76,21 +80,6 @@ class StepInputs:
         if self.slot is not None:
             self.slot += 1
 
-    def rewind(self) -> None:
-        """Undo :meth:`advance`; of the cache too, if it is dynamic.
-
-        A layer with a full window has dropped a token, which only a dynamic cache gets back, after
-        ``Cache.activate_past_recording``.
-        """
-        self.length -= 1
-        self.positions -= 1
-        self.mask[:, self.length] = 0
-        if self.slot is not None:
-            self.slot -= 1
-        else:
-            cache: Any = self.cache
-            cache.crop(-1)
-
     @property
     def visible(self) -> Tensor:
         """The mask over the columns of the cache, including the current token's."""
@@ -105,8 +94,8 @@ class StepOutput:
         logits: (B, V) of the reduced stream.
         maybe_infeasible: () bool, whether some block may not be able to take up the context.
         factors, notes: of every block; the notes for its diagnostics.
-        misses: (L, B), the number of elements that an exact factor of each block misses; None for
-            other updates. activations: of every block, with the context, if there are misses.
+        misses: (L, B), the number of elements that an exact factor of each block misses.
+            activations: of every block, with the context. Both None for other updates.
         is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
     """
 
@@ -124,14 +113,15 @@ RunStep = Callable[[], StepOutput]
 
 
 class OnePass:
-    """How an attached model runs both streams of one token in one pass; made once a model.
+    """How an attached model runs both streams of one token in one pass, for as long as
+    nothing in the model changes.
 
     Args:
         attached: the model.
-        shared: whether both streams share one cache.
+        mode: two streams in the cache, or a shared one.
 
     Attributes:
-        streams: how they share it; None if each has its own rows in the cache.
+        shared: how both streams share one cache; None if each has its own rows in it.
         fused: the norms and gated MLPs that run as single operations; none for an exact update,
             whose replay has to run the same modules.
 
@@ -139,20 +129,21 @@ class OnePass:
         UnsupportedModelError: the blocks do not allow a shared cache.
     """
 
-    def __init__(self, attached: AttachedModel, *, shared: bool) -> None:
-        self.attached, self.exact = attached, attached.update == "exact"
+    def __init__(self, attached: AttachedModel, mode: DecodeMode) -> None:
+        self.attached, self.mode, self.exact = attached, mode, attached.update == "exact"
         model, blocks = attached.model, attached.blocks
-        self.streams = (
-            SharedCacheStreams(model, blocks, context_only=self.exact) if shared else None
+        self.shared = (
+            SharedCacheStreams(model, blocks, context_only=self.exact)
+            if mode is DecodeMode.SHARED_CACHE
+            else None
         )
         self.fused = [] if self.exact else fused_modules(model, blocks)
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
         # an exact step runs in the batch-invariant arithmetic, in which both streams round alike
         self.arithmetic: Callable[[], AbstractContextManager[None]] = (
-            InvariantModules(model, mixtures).run if self.exact else nullcontext
+            InvariantModules(model, mixtures).active if self.exact else nullcontext
         )
-        self.mode = DecodeMode.SHARED_CACHE if shared else DecodeMode.TWO_STREAM
 
 
 class DecodeStep:
@@ -179,7 +170,7 @@ class DecodeStep:
         """Run the current token."""
         attached, step_inputs = self.plan.attached, self.inputs
         model: Any = attached.model
-        kind: Any = ExactDecodeRecorder if self.plan.exact else DecodeRecorder
+        kind: Any = ExactDecodeRecorder if self.plan.exact else InexactDecodeRecorder
         recorders = [
             kind(
                 block,
@@ -211,9 +202,9 @@ class DecodeStep:
     @contextmanager
     def _attention(self) -> Iterator[None]:
         """Within this context the rows without the context attend to the current token alone."""
-        streams, model = self.plan.streams, self.plan.attached.model
-        if streams is not None:
-            with streams.run(self.inputs.slot):
+        shared, model = self.plan.shared, self.plan.attached.model
+        if shared is not None:
+            with shared.active(self.inputs.slot):
                 yield
         else:
             visibility = OneToken(self.inputs.mask, batch=self.batch)
@@ -221,15 +212,15 @@ class DecodeStep:
                 yield
 
     @cached_property
-    def _overrides(self) -> Overrides:
+    def _overrides(self) -> ForwardOverrides:
         """All replaced forwards, each module's once."""
-        attached, streams = self.plan.attached, self.plan.streams
+        attached, shared = self.plan.attached, self.plan.shared
         linears = plain_linears(attached.model, attached.block_specs)
         forwards: dict[nn.Module, Forward] = {x: linear_forward(x) for x in linears}
         forwards |= {found.module: found for found in self._fused}
         # the attention's output projections among them, on both streams of a shared cache
-        forwards |= {} if streams is None else dict(streams.forwards)
-        return Overrides([*forwards.items(), *self._head()])
+        forwards |= {} if shared is None else dict(shared.forwards)
+        return ForwardOverrides([*forwards.items(), *self._head()])
 
     @cached_property
     def _norm_receivers(self) -> set[AttachedBlock | None]:

@@ -69,24 +69,25 @@ class StepPlans:
         """
         attached, exact = self.attached, self.attached.update == "exact"
         attached.watch_hooks()
-        takes_two = attached.steps_take_two_passes and not exact
         possible = {
-            DecodeMode.SHARED_CACHE.value: not takes_two,
-            DecodeMode.TWO_STREAM.value: not takes_two and not exact,
+            DecodeMode.SHARED_CACHE.value: not attached.steps_take_two_passes,
+            DecodeMode.TWO_STREAM.value: not (attached.steps_take_two_passes or exact),
             TWO_PASS: not compile,
         }
-        modes = [AUTO, *(name for name, is_possible in possible.items() if is_possible)]
-        if mode not in modes or len(modes) == 1:
+        modes = [name for name, is_possible in possible.items() if is_possible]
+        if mode not in (AUTO, *modes) or not modes:
             compiled = "compiled steps" if compile else "steps"
             raise ValueError(
-                f"expected mode {' or '.join(map(repr, modes[1:])) or 'none'} for {compiled} of the"
+                f"expected mode {' or '.join(map(repr, modes)) or 'none'} for {compiled} of the"
                 f" update {attached.update!r} on {type(attached.model).__name__}, got {mode!r}"
             )
-        # where rounding decides a token's experts, the streams' rows had better be in one batch
-        apart = attached.has_ties and not exact
-        fastest_first = modes[2 if apart and len(modes) > 2 else 1 :] if mode == AUTO else [mode]
+        if mode != AUTO:
+            modes = [mode]
+        elif attached.has_ties and not exact:
+            # where rounding decides a token's experts, the streams' rows had better be in one batch
+            modes = [name for name in modes if name != DecodeMode.SHARED_CACHE.value]
         reason: UnsupportedModelError | None = None
-        for name in fastest_first:
+        for name in modes:
             tried = DecodeMode(name)
             try:
                 plan = self.of(tried)
@@ -135,9 +136,8 @@ class StepPlans:
         attached, exact = self.attached, self.attached.update == "exact"
         model = attached.model
         uncovered = f"mode={mode.value!r} does not cover {type(model).__name__}"
-        with attached.attachment.one_pass(), attached.own_rounding():
-            shared = mode is DecodeMode.SHARED_CACHE
-            plan = attached.ranks.shared(lambda: OnePass(attached, shared=shared))
+        with attached.attachment.exclusive(), attached.own_rounding():
+            plan = attached.ranks.shared(lambda: OnePass(attached, mode))
             try:
                 error = _replay_error(plan)
             except RankError:

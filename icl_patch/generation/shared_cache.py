@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.functions import one_token_attention
 from icl_patch.layers.device_hooks import input_device, is_aligned
-from icl_patch.models.attention_mask import Override
+from icl_patch.models.attention_mask import TableOverride
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
     Forward,
@@ -40,8 +40,8 @@ from icl_patch.recording.attached_block import AttachedBlock
 _IMPLEMENTATION = "sdpa"
 _FURTHER = ("position_bias", "softcap", "cache", "s_aux")  # inputs of an attention beyond the usual
 
-# Called with (output, query, value, keyword arguments) of every attention of the model.
-_attend: ContextVar[Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | None] = ContextVar(
+# Called with (output, query, value) of every attention of the model.
+_attend: ContextVar[Callable[[Tensor, Tensor, Tensor], None] | None] = ContextVar(
     "icl_patch_attend", default=None
 )
 
@@ -65,19 +65,19 @@ def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             output = (y.transpose(1, 2), None)
         if attend is not None:
-            attend(output[0], query, value, kwargs)
+            attend(output[0], query, value)
         return output
 
     return attention
 
 
-_override = Override(ALL_ATTENTION_FUNCTIONS, _IMPLEMENTATION, _interposed)
+_override = TableOverride(ALL_ATTENTION_FUNCTIONS, _IMPLEMENTATION, _interposed)
 
 
 @contextmanager
 def attending(attend: Callable[..., Any]) -> Iterator[None]:
     """Within this context attention of one token a row runs in our kernel, where it serves it, and
-    ``attend`` gets each attention's (output, query, value, keyword arguments).
+    ``attend`` gets each attention's (output, query, value).
     """
     token = _attend.set(attend)
     try:
@@ -138,7 +138,7 @@ class SharedCacheStreams:
         self.forwards = [*outputs, *mixtures, *ends]
 
     @contextmanager
-    def run(self, slot: Tensor | None) -> Iterator[None]:
+    def active(self, slot: Tensor | None) -> Iterator[None]:
         """Within this context, and with :attr:`forwards`, a pass over one token a row gives both
         streams' logits, or those of the context stream.
 
@@ -152,7 +152,7 @@ class SharedCacheStreams:
         finally:
             self._reduced = self._slot = None
 
-    def _alone(self, _output: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
+    def _alone(self, _output: Tensor, query: Tensor, value: Tensor) -> None:
         """Keep the attention's output for the reduced rows.
 
         A token that attends to itself alone gets its own value, because the softmax of one number

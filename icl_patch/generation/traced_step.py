@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.graph_partition import in_regions
 from icl_patch.generation.one_pass import DecodeStep, StepOutput
+from icl_patch.recording.hooks import errors_of
 
 
 class _NoHostReads(TorchFunctionMode):
@@ -38,11 +39,12 @@ class _NoHostReads(TorchFunctionMode):
 class TracedStep:
     """A step as a compiled graph of operators, which the first call makes.
 
-    A step in the batch-invariant arithmetic keeps its bits, because they have to be those of its
-    replay: the first call compares.
+    The first call compares. A step in the batch-invariant arithmetic keeps its bits, because they
+    have to be those of its replay. Another one has the logits, up to rounding, of the step that is
+    not written for a compiler, of which the replays were tried.
 
     Raises:
-        UnsupportedModelError: the model's pass cannot be traced, or the graph has other bits.
+        UnsupportedModelError: the model's pass cannot be traced, or the graph gives something else.
     """
 
     def __init__(self, step: DecodeStep) -> None:
@@ -82,8 +84,11 @@ class TracedStep:
         one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
         with one_mode, _NoHostReads():
             traced = make_fx(run)()
-        exact, free = self._step.plan.exact, _free_tensors(outputs[0], expected)
-        blocks = [block.module for block in self._step.plan.attached.blocks]
+        plan, free = self._step.plan, _free_tensors(outputs[0], expected)
+        attached, exact = plan.attached, plan.exact
+        if not exact:
+            eager = DecodeStep(plan, self._step.inputs, self._step.batch)().logits
+        blocks = [block.module for block in attached.blocks]
         graph = in_regions(traced, blocks, eager_rounding=exact, free=free)
         tensors: list[Tensor] = graph()
         for number, (got, wanted) in enumerate(zip(tensors, expected, strict=True)):
@@ -92,6 +97,8 @@ class TracedStep:
                 raise RuntimeError(
                     "the compiled step has other bits than the replay of its patch would have"
                 )
+        if not exact and (error := errors_of(tensors[0], eager).max()) > attached.replay_limit:
+            raise RuntimeError(f"the compiled step is off by {error:.1g} of the largest logit")
         self._graph = graph
         return tensors
 

@@ -19,7 +19,7 @@ from icl_patch.invariance.functions import (
 )
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.product_interception import Replacing
-from icl_patch.models.forward_override import Forward, Overrides
+from icl_patch.models.forward_override import Forward, ForwardOverrides
 from icl_patch.models.recurrent_state import is_recurrent
 
 MODEL, BATCH_INVARIANT = "model", "batch_invariant"
@@ -98,13 +98,14 @@ class InvariantModules:
     def __init__(self, model: nn.Module, mixtures: Iterable[nn.Module]) -> None:
         self._model = model
         self._found = set(mixtures)
-        self._overrides: Overrides | None = None  # of the modules found; None in the first step
+        # of the modules found; None in the first step
+        self._overrides: ForwardOverrides | None = None
         self._forwards: dict[nn.Module, Forward] = {}  # theirs, within this step
         self._mode = Replacing(ROW_FUNCTIONS)
         self._running: list[nn.Module] = []  # the modules that run, the innermost last
 
     @contextmanager
-    def run(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Within this context a step runs in the arithmetic."""
         if self._overrides is not None:
             self._forwards = {module: module.forward for module in self._found}
@@ -115,10 +116,12 @@ class InvariantModules:
         modules = list(self._model.modules())
         noting = _Noting(lambda: self._found.add(self._running[-1]))
         followed = [(module, self._followed(module, reached)) for module in modules]
-        with _products(), noting, Overrides(followed):
+        with _products(), noting, ForwardOverrides(followed):
             yield
         self._found.update(module for module in modules if module not in reached)
-        self._overrides = Overrides((module, self._in_mode(module)) for module in self._found)
+        self._overrides = ForwardOverrides(
+            (module, self._in_mode(module)) for module in self._found
+        )
 
     def _followed(self, module: nn.Module, reached: set[nn.Module]) -> Forward:
         """The module's forward, which notes that it runs."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, reason_against, running_in
 from icl_patch.models.forward import call
-from icl_patch.models.forward_override import Overrides
+from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.language_model import position_limit, random_tokens
 from icl_patch.models.model_checks import check_language_model
@@ -53,7 +53,7 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
             f"expected attention 'sdpa', got {implementation!r}: load the model with"
             " attn_implementation='sdpa'"
         )
-    with Overrides([(model, partial(_run, model.forward, attention))]):
+    with ForwardOverrides([(model, partial(_run, model.forward, attention))]):
         _self_check(model, attention)
         yield
 

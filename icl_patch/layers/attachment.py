@@ -51,7 +51,7 @@ class Attachment:
         self.lock = threading.RLock()
 
     @contextmanager
-    def one_pass(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Within this context no other thread runs a pass or the model's forward.
 
         An interrupt may come while a pass takes away what it has put into the model. What it leaves
@@ -205,12 +205,16 @@ def _clear_hooks(module: nn.Module) -> None:
 _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
-def one_pass(method: _Pass) -> _Pass:
-    """Decorate a method of a patcher, or a function of one, as one pass over its model."""
+def as_pass(method: _Pass) -> _Pass:
+    """Decorate a method of a patcher, or a function of one, as a pass over its model.
+
+    It records no gradients, and leaves inference mode: caches are written later, in that mode or
+    outside.
+    """
 
     @wraps(method)
     def waiting(patcher: Any, *args: Any, **kwargs: Any) -> Any:
-        with patcher.attachment.one_pass():
+        with patcher.attachment.exclusive(), torch.inference_mode(False), torch.no_grad():
             return method(patcher, *args, **kwargs)
 
     return cast(_Pass, waiting)

@@ -76,7 +76,7 @@ class OneToken(Visibility):
 _visibility: ContextVar[Visibility | None] = ContextVar("icl_patch_visibility", default=None)
 
 
-class Override:
+class TableOverride:
     """A function of transformers that is replaced as long as anyone needs it, in this thread or
     another.
 
@@ -155,21 +155,21 @@ def _repositioning(build_alibi: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _table = ALL_MASK_ATTENTION_FUNCTIONS
-_masks = [Override(_table, name, _restricting) for name in _IMPLEMENTATIONS]
+_masks = [TableOverride(_table, name, _restricting) for name in _IMPLEMENTATIONS]
 _PAD = "maybe_pad_block_sequence_ids"
 if hasattr(masking_utils, _PAD):
-    _masks.append(Override(vars(masking_utils), _PAD, _padding))
-_alibis: dict[str, Override] = {}
+    _masks.append(TableOverride(vars(masking_utils), _PAD, _padding))
+_alibis: dict[str, TableOverride] = {}
 _adding = threading.Lock()
 
 
-def _alibi_override(model: PreTrainedModel) -> list[Override]:
+def _alibi_override(model: PreTrainedModel) -> list[TableOverride]:
     """The override of the function with which the model's module builds alibi, if it has one."""
     home = vars(sys.modules[type(model).__module__])
     name = "build_alibi_tensor"
     with _adding:
         if name in home and home["__name__"] not in _alibis:
-            _alibis[home["__name__"]] = Override(home, name, _repositioning)
+            _alibis[home["__name__"]] = TableOverride(home, name, _repositioning)
     return [_alibis[home["__name__"]]] if name in home else []
 
 

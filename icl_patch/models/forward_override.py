@@ -24,7 +24,7 @@ def overridable(module: nn.Module) -> bool:
     return "forward" not in vars(module)
 
 
-class Overrides:
+class ForwardOverrides:
     """Within ``with`` each module runs the function beside it as its forward, in this thread.
 
     Other threads, and this one afterwards, run the forward that was there before. What every token

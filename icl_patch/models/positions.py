@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from icl_patch.models.forward_override import Overrides
+from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.module_search import modules_holding
 
 _FROM_PADDING = "create_position_ids_from_input_ids"
@@ -92,7 +92,9 @@ def rotated_as_one_call(model: nn.Module, tokens: Tensor | int) -> Iterator[None
             context may be given a part of them.
     """
     rotaries = _rotaries(model, "longrope")
-    with Overrides([(rotary, _with_last(rotary.forward, tokens - 1)) for rotary in rotaries]):
+    with ForwardOverrides(
+        [(rotary, _with_last(rotary.forward, tokens - 1)) for rotary in rotaries]
+    ):
         yield
 
 

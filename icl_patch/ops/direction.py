@@ -11,7 +11,7 @@ from icl_patch.ops.dispatch import Op
 
 
 class Direction(NamedTuple):
-    """v (..., K), ``1/‖z‖²`` (...), and ``z·v`` (M, 1) where a kernel has summed it."""
+    """v (..., K), ``1/‖z‖²`` (...), and ``z·v`` (M, 1) where it has been summed too."""
 
     v: Tensor
     inverse_norm2: Tensor

@@ -90,7 +90,7 @@ class AttachedBlock:
         self.device = device_of(self.module)
         # the recorder's, where the norm before the MLP reports both streams in one launch
         self.on_norm_pair: Callable[[NormPair], None] | None = None
-        # the recorder's, where both streams of a decode step share a cache
+        # an exact step's recorder's, where the block's forward returns the context stream alone
         self.on_sum: Callable[[Tensor], None] | None = None
         self._swapped: list[
             tuple[str, nn.Module, PatchedModule]
@@ -266,7 +266,7 @@ class AttachedBlock:
         of_a_pass(in_its_thread)
         hooks.callback(register(hook if thread is None else in_its_thread, **options).remove)
 
-    def on_start(self, hooks: ExitStack, hook: Any) -> None:
+    def hook_start(self, hooks: ExitStack, hook: Any) -> None:
         """Call ``hook((rows, T))`` when the block begins."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -274,7 +274,7 @@ class AttachedBlock:
 
         self.hook(hooks, self.module.register_forward_pre_hook, before, with_kwargs=True)
 
-    def on_residual(self, hooks: ExitStack, hook: Any) -> None:
+    def hook_residual(self, hooks: ExitStack, hook: Any) -> None:
         """Call ``hook(x)`` with every term of the residual stream before the MLP, a sum."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -301,7 +301,7 @@ class AttachedBlock:
         if not self.spec.continues_after_sum and self.dtype != torch.float64:
             self.hook(hooks, self.writer.register_forward_hook, on_writer)
 
-    def on_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
+    def hook_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
         """Call ``hook(total)`` with the block's sum. A tensor that it returns replaces the sum."""
 
         def before(_module: nn.Module, args: Any) -> Any:
@@ -420,7 +420,7 @@ def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
 
     block.keep_unrounded(hooks)
     block.hook(hooks, block.writer.register_forward_hook, on_writer)
-    block.on_end(hooks, on_end, first=True)
+    block.hook_end(hooks, on_end, first=True)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import ExactnessWarning, RankError, UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
-from icl_patch.layers.attachment import one_pass
+from icl_patch.layers.attachment import as_pass
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
@@ -149,7 +149,7 @@ class AttachedModel:
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
         try:
-            with self.attachment.one_pass(), self.own_rounding():
+            with self.attachment.exclusive(), self.own_rounding():
                 self.ranks.shared(lambda: self._attach(state))
         except BaseException as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
@@ -305,7 +305,7 @@ class AttachedModel:
         """Whether a row with padding on its left has the logits that it has alone; tried when it
         is first asked for.
         """
-        with self.attachment.one_pass(), torch.inference_mode(False), self.own_rounding():
+        with self.attachment.exclusive(), torch.inference_mode(False), self.own_rounding():
             hooked = self.hooks.current()
             if hooked not in self._takes_padding:
                 self._takes_padding[hooked] = takes_padding(self.model, self.recurrent)
@@ -325,9 +325,7 @@ class AttachedModel:
         rounds = self.model.dtype in (torch.bfloat16, torch.float16)
         return rounds and any(block.spec.experts is not None for block in self.block_specs)
 
-    @one_pass
-    @torch.inference_mode(False)  # the cache is written in place later, in inference mode or not
-    @torch.no_grad()
+    @as_pass
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """Run the unmodified model on the head: a cache of its tokens."""
         check_inputs(self.model, model_inputs)
@@ -359,8 +357,7 @@ class AttachedModel:
                 " in the cache, got several: absorb them together with the tokens between them"
             )
 
-    @one_pass
-    @torch.no_grad()
+    @as_pass
     def compute(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """The patch of the kept tokens, with everything observed on the way.
 
@@ -378,8 +375,6 @@ class AttachedModel:
             return computation
         return replace(computation, patch=self._replayed(computation))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _replayed(self, computation: Computation) -> ContextPatch:
         """An exact patch with ``misses`` as its replay has them: the elements of the blocks' sums
         that differ from the run with the context. Other logits than in that run give a warning.
@@ -390,9 +385,7 @@ class AttachedModel:
         self.warn_unless_exact("this exact patch", logits, patch.logits, patch.kept_mask)
         return replace(patch, report=replace(patch.report, misses=misses))
 
-    @one_pass
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @as_pass
     def compute_from(
         self, cache: Cache, sequences: Sequences, live: Tensor | None = None
     ) -> Computation:
@@ -406,20 +399,17 @@ class AttachedModel:
 
     # -- replay
 
-    @one_pass
-    @torch.no_grad()
+    @as_pass
     def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockActivations]]:
         """Replay a patch, unchecked: logits (B, T, V), and every block's activations."""
         return replay_observed(self, patch)
 
-    @one_pass
-    @torch.no_grad()
+    @as_pass
     def replay_logits(self, patch: ContextPatch) -> Tensor:
         """The same without looking at the blocks: logits (B, T, V)."""
         return replay_logits(self, patch)
 
-    @one_pass
-    @torch.no_grad()
+    @as_pass
     def replay_checked(self, patch: ContextPatch) -> Tensor:
         """The same, compared with the logits with the context if there are hooks on the model now
         or were when the patch was computed: logits (B, T, V).
@@ -437,7 +427,7 @@ class AttachedModel:
         if expected is None:
             with self.hooks.removed():
                 expected = self.replay_logits(patch)
-        if (error := error_of(logits, expected, patch.kept_mask)) > self._replay_limit:
+        if (error := error_of(logits, expected, patch.kept_mask)) > self.replay_limit:
             others = f"got others on {paths_of(hooked)}" if hooked else "they have been removed"
             raise UnsupportedModelError(
                 f"expected the forward hooks that the patch was computed with, {others}: the replay"
@@ -466,7 +456,7 @@ class AttachedModel:
         valid = patch.kept_mask if live is None else patch.kept_mask & live
         error = error_of(self.replay_logits(patch), expected, valid)
         closed = self.update == "exact" and not report.misses.any()
-        if error > (0 if closed else self._replay_limit):
+        if error > (0 if closed else self.replay_limit):
             raise UnsupportedModelError(
                 f"a patch cannot reproduce the model with forward hooks on {paths_of(hooked)}: its"
                 f" replay is off by {error:.1g} of the largest logit. Remove the hook, put it on"
@@ -498,7 +488,7 @@ class AttachedModel:
         )
 
     @property
-    def _replay_limit(self) -> float:
+    def replay_limit(self) -> float:
         """How far off a replay may be, relative to the largest logit."""
         return torch.inf if self.has_ties else rounding_limit(self.model.dtype)
 
@@ -524,7 +514,7 @@ class AttachedModel:
             yield
         finally:
             self.attachment.applied = False
-            with self.attachment.one_pass():
+            with self.attachment.exclusive():
                 stack.close()
 
     # -- patches and their model

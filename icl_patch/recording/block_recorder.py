@@ -68,8 +68,9 @@ class BlockRecorder:
         self.exact = update == "exact"
         self.loop: OpenLoop | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
-        # of which input, (B, T, K), and the same for rows (M, K)
-        self.direction: tuple[Tensor, ops.Direction, ops.Direction] | None = None
+        self._read_input: Tensor | None = None  # z, whose directions these are
+        self.direction: ops.Direction | None = None  # (B, T, K)
+        self.row_direction: ops.Direction | None = None  # (M, K)
         self._residuals: list[tuple[Tensor | None, Tensor]] = []
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
@@ -78,10 +79,10 @@ class BlockRecorder:
 
     def hook(self, stack: ExitStack) -> None:
         """See the block's residual stream and its end, until ``stack`` is closed."""
-        self.block.on_end(stack, self.on_end, first=True)
+        self.block.hook_end(stack, self.on_end, first=True)
         if self.exact:
             self.block.keep_unrounded(stack)
-        self.block.on_residual(stack, self.on_residual)
+        self.block.hook_residual(stack, self.on_residual)
 
     def note(self, name: str, *arguments: Any) -> None:
         """Call a method of the block's diagnostics."""
@@ -194,24 +195,24 @@ class BlockRecorder:
         patched = add_low_rank(y, self.split(z)[1], u, self.direction_of(z).v, dtype)
         self.keep_factors(name, layer, u)
         reference = reference.to(dtype)
-        if y_ctx is not None:
-            self.context.readers[name] = reference  # which a miss of an exact step needs
+        if y_ctx is not None and self.exact:
+            self.context.readers[name] = reference  # which a miss needs
         self.note("reader", patched, reference, u)
         return self.join(y_ctx, patched, output)
 
     def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
         """Keep a reader's factors: u (B, T, N), 0 in columns of padding, and the direction."""
         assert self.direction is not None
-        direction = self.direction[1]
-        self.keep(layer, u=u, v=direction.v)
-        self.note("refuse", f"the input z of {name} is 0", direction.inverse_norm2, u, "input")
+        v, inverse, _ = self.direction
+        self.keep(layer, u=u, v=v)
+        self.note("refuse", f"the input z of {name} is 0", inverse, u, "input")
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction v (B, T, K) of the reduced rows of z, computed once a block."""
-        if self.direction is None or not same_place(self.direction[0], z):
+        if self._read_input is None or not same_place(self._read_input, z):
             self.set_direction(z, self.read_direction(z))
         assert self.direction is not None
-        return self.direction[1]
+        return self.direction
 
     def read_direction(self, z: Tensor) -> ops.Direction:
         """:func:`icl_patch.ops.read_direction` of the reduced rows of z, as rows (M, K)."""
@@ -220,7 +221,7 @@ class BlockRecorder:
     def set_direction(self, z: Tensor, flat: ops.Direction) -> None:
         """Keep the direction ``flat`` (M, K) of the input z that the readers share."""
         v, inverse = self.zero_padding(self.unflat(flat.v)), self.unflat(flat.inverse_norm2)
-        self.direction = (z, ops.Direction(v, inverse), flat)
+        self._read_input, self.direction, self.row_direction = z, ops.Direction(v, inverse), flat
 
     # -- the writer
 
@@ -290,7 +291,8 @@ class BlockRecorder:
         """The output matrix's share of a stable update: ``y + u (v·h)``, y (B, T, N)."""
         _, own = self.split(h)
         direction = of_part(layer, own.flatten(0, 1), self.read_direction(h))
-        u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
+        u, self._stable_scale = self._invert_norm(y)
+        u, v = self.zero_padding(u), self.zero_padding(self.unflat(direction.v))
         inverse = self.unflat(direction.inverse_norm2)
         self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
@@ -313,16 +315,15 @@ class BlockRecorder:
             patched = add_to_writer(layer, y, h, u, v, dtype)
         return patched
 
-    def _invert_norm(self, hidden_down: Tensor) -> Tensor:
+    def _invert_norm(self, hidden_down: Tensor) -> tuple[Tensor, Tensor]:
         """The change ``h_target - h_down`` (B, T, d) that the stable update asks of the norm's
-        input: of ``h_down`` and the addend, if there is one.
+        input, of ``h_down`` and the addend, if there is one; and the norm's scale m'.
         """
         norm = self.block.post_norm
         assert norm is not None
         if self.addend is not None:
             hidden_down = hidden_down + self.addend
-        u, self._stable_scale = self._inverted(self.writer_target(), norm, hidden_down)
-        return u
+        return self._inverted(self.writer_target(), norm, hidden_down)
 
     def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """:func:`icl_patch.ops.stable_scale` on (B, T, d): u and m'. The worse status is noted."""
@@ -375,10 +376,10 @@ class BlockRecorder:
         norm; the inversion of that one asks for a change of o.
         """
         inner = self.block.inner_norm
-        if inner is None:
-            return self._invert_norm(written)
-        target = self._invert_norm(inner.apply_scale(written, inner.scale))
-        u, self._inner_scale = self._inverted(target, inner, written)
+        hidden = written if inner is None else inner.apply_scale(written, inner.scale)
+        u, self._stable_scale = self._invert_norm(hidden)
+        if inner is not None:
+            u, self._inner_scale = self._inverted(u, inner, written)
         return u
 
     def inner_norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ class DecodeRecorder(BlockRecorder):
         block, update: as for :class:`BlockRecorder`.
         patch_index: (2M,) int64, the patch of each row: -1 for the M rows with the context, then
             0, 1, …
-        receives_norm_input: whether the norm before the MLP calls :meth:`on_norm_pair`, in place
-            of a hook on the residual stream.
+        receives_norm_input: whether the norm before the MLP calls ``on_norm_pair``, in place of
+            a hook on the residual stream.
         for_inductor: whether the operations between the products are torch's own, each on both
             streams at once, so that a compiler can fuse them.
     """
@@ -58,39 +58,18 @@ class DecodeRecorder(BlockRecorder):
         self.patch_index, self.shape = patch_index.to(block.device), (len(patch_index) // 2, 1)
         self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
 
-    def hook(self, stack: ExitStack) -> None:
-        """See the residual stream: through the norm before the MLP, if it gives both streams."""
-        if self.receives_norm_input:
-            self.block.on_norm_pair = self.on_norm_pair
-        else:
-            self.block.on_residual(stack, self.on_residual)
-
     def note(self, name: str, *arguments: Any) -> None:
         """Call a method of the block's diagnostics later."""
         self.notes.append((name, arguments))
 
     def unflat(self, x: Tensor) -> Tensor:
-        """Rows (B, ...) as (B, 1, ...)."""
+        """Rows (B, ...) as (B, 1, ...); faster than the base's."""
         return x.unsqueeze(1)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both streams, (B, 1, ·) each."""
         x = x.reshape(-1, 1, x.shape[-1])
         return x[: self.rows], x[self.rows :]
-
-    def on_residual(self, x: Tensor) -> None:
-        """Take one term of the residual stream before the MLP."""
-        if len(self.spec.residual) > 1:
-            super().on_residual(x)
-            return
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x_ctx, x = self.split(x)
-        self.delta = x_ctx.to(dtype) - x.to(dtype)
-
-    def on_norm_pair(self, pair: ops.NormPair) -> None:
-        """Take delta and the direction of z from the norm before the MLP."""
-        self.delta = self.unflat(pair.delta)
-        self.set_direction(pair.z_pair, pair.direction)
 
     def read_direction(self, z: Tensor) -> ops.Direction:
         """Of the rows without the context, (M, K)."""
@@ -120,9 +99,9 @@ class DecodeRecorder(BlockRecorder):
         """z, and y and u of reader ``name``; ``rows`` is z as rows. In Triton's kernels other
         readers of z that come after it are recorded with it, and kept until they are called.
         """
-        assert self.direction is not None
-        direction, apart = self.direction[2], self.spec.separately_normed
-        if not ops.has_triton(z.device.type):
+        assert self.row_direction is not None
+        direction, apart = self.row_direction, self.spec.separately_normed
+        if not ops.has_triton(z.device.type):  # looking for others would only take time
             return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])
         maps = {name: linear}
         names = list(self.block.readers)
@@ -139,6 +118,31 @@ class DecodeRecorder(BlockRecorder):
         """Keep a reader's factors, and both streams' outputs (2B, N)."""
         self.keep_factors(name, layer, u)
         self.note("reader_pair", pair, u)
+
+
+class InexactDecodeRecorder(DecodeRecorder):
+    """The recorder of a step of the direct or stable update."""
+
+    def hook(self, stack: ExitStack) -> None:
+        """See the residual stream: through the norm before the MLP, if it gives both streams."""
+        if self.receives_norm_input:
+            self.block.on_norm_pair = self.on_norm_pair
+        else:
+            self.block.hook_residual(stack, self.on_residual)
+
+    def on_residual(self, x: Tensor) -> None:
+        """Take one term of the residual stream before the MLP."""
+        if len(self.spec.residual) > 1:
+            super().on_residual(x)
+            return
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x_ctx, x = self.split(x)
+        self.delta = x_ctx.to(dtype) - x.to(dtype)
+
+    def on_norm_pair(self, pair: ops.NormPair) -> None:
+        """Take delta and the direction of z from the norm before the MLP."""
+        self.delta = self.unflat(pair.delta)
+        self.set_direction(pair.z_pair, pair.direction)
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output; a weight writer's in one product, which reads W once."""
@@ -187,7 +191,7 @@ class DecodeRecorder(BlockRecorder):
 
 
 class ExactDecodeRecorder(DecodeRecorder):
-    """A decode step's recorder; :func:`close_loops` chooses the writer's factor after the pass."""
+    """The recorder of an exact step: :func:`close_loops` chooses the factor after the pass."""
 
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
@@ -197,14 +201,14 @@ class ExactDecodeRecorder(DecodeRecorder):
     _stream: Tensor | None = None
 
     def hook(self, stack: ExitStack) -> None:
-        """See the block's sum too, and what a mixture adds beside its writer."""
+        """See the residual stream, the block's sum, and what a mixture adds beside its writer."""
         if self.spec.final_norm is None:  # the block's forward returns the context stream alone
             self.block.on_sum = self.on_end
         else:
-            self.block.on_end(stack, self.on_end, first=True)
+            self.block.hook_end(stack, self.on_end, first=True)
         if self.block.mixture is not None:
             self.block.hook(stack, self.block.mixture.register_forward_hook, self.on_mixture)
-        super().hook(stack)
+        self.block.hook_residual(stack, self.on_residual)
 
     @property
     def _waits(self) -> bool:
@@ -220,7 +224,7 @@ class ExactDecodeRecorder(DecodeRecorder):
         if self._waits:
             self._stream = x.clone()  # some models add to the tensor itself
         else:
-            BlockRecorder.on_residual(self, x)
+            super().on_residual(x)
 
     def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
         """Keep a reader's factors, and its output with the context, which a miss needs."""
@@ -232,7 +236,7 @@ class ExactDecodeRecorder(DecodeRecorder):
         reads it.
         """
         if not self._waits or self._stream is None:
-            return BlockRecorder.down(self, layer, h)
+            return super().down(layer, h)
         plain, dtype = layer.plain(h, self.rows)
         y_ctx, y = self.split(plain)
         self.waiting = layer, self.split(h)[1], y, self._stream

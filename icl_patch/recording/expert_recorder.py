@@ -137,7 +137,7 @@ def record_scaled_experts(
             f"{recorder.block.block.path}: {recorder.spec.experts} runs before anything reads the"
             " MLP's input"
         )
-    v = recorder.direction[1].v.flatten(0, 1)
+    v = recorder.direction.v.flatten(0, 1)
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
     change = updates.reader_update(target, read)
     u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))

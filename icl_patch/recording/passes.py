@@ -94,8 +94,8 @@ def _observe_block(block: AttachedBlock, found: list[BlockActivations], hooks: E
     def on_end(total: Tensor) -> None:
         found[-1].output = kept(total)
 
-    block.on_start(hooks, on_start)
-    block.on_residual(hooks, on_residual)
+    block.hook_start(hooks, on_start)
+    block.hook_residual(hooks, on_residual)
     for name, reader in block.readers.items():
         if isinstance(reader, PatchedRouter):
             reader.observer = partial(on_output, name)
@@ -111,7 +111,7 @@ def _observe_block(block: AttachedBlock, found: list[BlockActivations], hooks: E
         hooks.callback(setattr, block.experts, "observer", None)
     if block.spec.mixer and block.down is not None:
         block.hook(hooks, block.down.register_forward_hook, on_written)
-    block.on_end(hooks, on_end)
+    block.hook_end(hooks, on_end)
 
 
 def _of_blocks(found: list[BlockActivations], blocks: int) -> list[BlockActivations]:
@@ -272,7 +272,7 @@ def replay_compared(
 
     with ExitStack() as hooks:
         for layer, block in enumerate(attached.blocks):
-            block.on_end(hooks, partial(compare, layer))
+            block.hook_end(hooks, partial(compare, layer))
         logits = replay_logits(attached, patch, prefix)
     misses = torch.stack([torch.cat(parts, 1) for parts in missed]) * mask
     if stage_of(attached.model) is not None:

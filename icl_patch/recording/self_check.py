@@ -93,7 +93,7 @@ def _sums(attached: HasBlocks, blocks: list[AttachedBlock]) -> list[Tensor]:
         for block in blocks:
             block.hook(hooks, block.writer.register_forward_hook, write)
             block.keep_unrounded(hooks)
-            block.on_end(hooks, end(block), first=True)
+            block.hook_end(hooks, end(block), first=True)
         ids = random_tokens(attached.model, _TOKENS, seed=1)[:1].repeat(2, 1)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         call(

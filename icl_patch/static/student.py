@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.forward_override import Forward, Overrides
+from icl_patch.models.forward_override import Forward, ForwardOverrides
 from icl_patch.models.language_model import layers_of
 from icl_patch.models.positions import switch_lengths
 
@@ -31,7 +31,7 @@ class Student:
         self.layers: list[nn.Module] = list(layers_of(model).values())
         self._tuples: list[bool] = []  # whether each block returns a tuple
         noting = ((layer, partial(self._note, layer, layer.forward)) for layer in self.layers)
-        with torch.no_grad(), Overrides(noting):
+        with torch.no_grad(), ForwardOverrides(noting):
             self._call(torch.zeros(1, 1, dtype=torch.int64, device=input_device(model)))
 
     def _note(self, layer: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class Student:
             found.append(_first(forward(*args, **kwargs)))
             raise _Stopped
 
-        with Overrides([(self.layers[-1], stop)]), suppress(_Stopped):
+        with ForwardOverrides([(self.layers[-1], stop)]), suppress(_Stopped):
             self._call(ids)
         return found[0].to(ids.device)
 
@@ -74,7 +74,7 @@ class Student:
             return (rows,) if returns_tuple else rows
 
         gives = (partial(give, returns_tuple) for returns_tuple in self._tuples)
-        with Overrides(zip(self.layers, gives, strict=True)):
+        with ForwardOverrides(zip(self.layers, gives, strict=True)):
             return self._call(ids)[:, 0].float()
 
     def _call(self, ids: Tensor) -> Tensor:

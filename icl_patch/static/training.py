@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from icl_patch.layers.device_hooks import input_device, is_aligned
-from icl_patch.models.forward_override import Forward, Overrides
+from icl_patch.models.forward_override import Forward, ForwardOverrides
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.static.examples import batches, pad
 from icl_patch.static.matrices import Matrix
@@ -119,7 +119,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, weight_decay=0.0)
         self.step = 0
         self.best = (math.inf, 0, self._copy())
-        self._patched = Overrides(_with_changes(student.model, changes))
+        self._patched = ForwardOverrides(_with_changes(student.model, changes))
 
     def _copy(self) -> dict[str, LowRank]:
         return {

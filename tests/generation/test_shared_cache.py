@@ -86,9 +86,14 @@ def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
     before.check(model)
 
 
-def test_updates_of_two_passes_are_refused() -> None:
-    with ContextPatcher(build("gemma3"), "direct") as patcher:
-        with pytest.raises(ValueError, match="'two_pass' for steps of the update 'direct'"):
+@pytest.mark.parametrize(
+    ("family", "update"),
+    [("gemma3", "direct"), ("recurrent_gemma", "stable"), ("recurrent_gemma", "exact")],
+)
+@pytest.mark.filterwarnings("error::icl_patch.errors.SlowerStepsWarning")
+def test_updates_of_two_passes_are_refused(family: str, update: str) -> None:
+    with ContextPatcher(shallow(family, 1), update) as patcher:
+        with pytest.raises(ValueError, match=f"'two_pass' for steps of the update '{update}'"):
             patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
         assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_pass"
 
@@ -103,10 +108,10 @@ def test_the_trial_notices_a_wrong_stream(
     """
     alone = SharedCacheStreams._alone
 
-    def wrong(self: Any, made: Any, query: Any, value: Any, given: dict) -> None:
+    def wrong(self: Any, made: Any, query: Any, value: Any) -> None:
         groups = query.shape[1] // value.shape[1]
         if fault == "later":
-            alone(self, made, query, value, given)
+            alone(self, made, query, value)
             self._reduced = self._reduced * (3 if value.shape[2] >= 9 else 1)
             return
         self._reduced = {

@@ -49,7 +49,7 @@ def test_later_steps_replace_what_the_first_one_replaces() -> None:
     x = silu(X)
     expected = [x, silu(torch.tanh(x)), gelu(x), silu(torch.tanh(gelu(x))), gelu(x)]
     for model.step, wanted in enumerate(expected):
-        with modules.run():
+        with modules.active():
             assert torch.equal(model(X), wanted)
 
 
@@ -60,7 +60,7 @@ def test_other_modules_run_without_the_mode(dtype: torch.dtype) -> None:
     model = nn.Sequential(tanh, silu, rsqrt, mixture)
     modules = InvariantModules(model, [mixture])
     for _ in range(2):
-        with modules.run():
+        with modules.active():
             model(X.to(dtype))
     assert silu.modes == mixture.modes == [1, 1]
     assert tanh.modes == [1, 0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from icl_patch.models.forward_override import Overrides
+from icl_patch.models.forward_override import ForwardOverrides
 
 X = torch.ones(2)
 
@@ -21,7 +21,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 def test_each_time_the_forward_before_comes_back() -> None:
     plain, replaced = nn.Identity(), nn.Identity()
     somebody_elses = replaced.forward = lambda x: -x  # type: ignore[method-assign]
-    overrides = Overrides([(plain, doubled), (replaced, doubled)])
+    overrides = ForwardOverrides([(plain, doubled), (replaced, doubled)])
     for _ in range(3):
         with overrides:
             assert torch.equal(plain(X), 2 * X) and torch.equal(replaced(X), 2 * X)
@@ -31,7 +31,10 @@ def test_each_time_the_forward_before_comes_back() -> None:
 
 def test_other_threads_run_the_forward_that_was_there_when_it_was_entered() -> None:
     module = nn.Identity()
-    inner, outer = Overrides([(module, doubled)]), Overrides([(module, lambda x: 3 * x)])
+    inner, outer = (
+        ForwardOverrides([(module, doubled)]),
+        ForwardOverrides([(module, lambda x: 3 * x)]),
+    )
     with ThreadPoolExecutor(1) as other:
         with outer, inner:
             assert torch.equal(module(X), 2 * X)
@@ -57,7 +60,7 @@ def test_an_interrupt_while_entering_leaves_nothing() -> None:
             return super().__getattribute__(name)
 
     first, late = nn.Identity(), Late()
-    overrides = Overrides([(first, doubled), (late, doubled)])
+    overrides = ForwardOverrides([(first, doubled), (late, doubled)])
     Late.interrupted = True
     with pytest.raises(KeyboardInterrupt), overrides:
         pass

@@ -14,7 +14,7 @@ from icl_patch import ContextPatcher
 
 IDS = tokens(5, 1, 6)
 # Functions that take away what a pass has put into the model.
-LEAVING = ("off", "__exit__", "_restore", "one_pass", "turn", "__setattr__", "_exit_wrapper")
+LEAVING = ("off", "__exit__", "_restore", "exclusive", "turn", "__setattr__", "_exit_wrapper")
 TRIALS = 40
 
 
