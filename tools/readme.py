@@ -122,9 +122,9 @@ def speed() -> str:
     return _table(["a decode step", "batch 1", "batch 4"], rows)
 
 
-def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
-    """The medians of a pretrained model's cases on the EPYC, by case and call."""
-    path = RESULTS / f"{benchmark}-amd-epyc.json"
+def _seconds(benchmark: str, processor: str = "amd-epyc") -> dict[str, dict[str, float]]:
+    """The medians of a pretrained model's cases on a processor, by case and call."""
+    path = RESULTS / f"{benchmark}-{processor}.json"
     found: dict[str, dict[str, float]] = {}
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         if row["case"].startswith(TIMED_MODEL) and "seconds" in row:
@@ -132,16 +132,19 @@ def _seconds(benchmark: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def steps() -> str:
-    """Decode steps of a pretrained model by dtype, context and batch, the model's own being 1."""
+def steps(processor: str) -> str:
+    """Decode steps of a pretrained model by dtype, context and batch, the model's own being 1; in
+    bold those that are slower than it.
+    """
     ours = [name for name in STEPS if "two_pass" not in name][:4]
     rows = []
-    for case, seconds in _seconds("generation").items():
+    for case, seconds in _seconds("generation", processor).items():
         _, dtype, batch, context = case.split()
         # the layout that the dtype takes by itself comes first
         stable = next(call for call in seconds if call in STABLE)
         calls = [stable if STEPS[name] in STABLE else STEPS[name] for name in ours]
-        cells = [f"{seconds[call] / seconds[PLAIN_STEP]:.2f}×" for call in calls]
+        ratios = [round(seconds[call] / seconds[PLAIN_STEP], 2) for call in calls]
+        cells = [f"**{x:.2f}×**" if x > 1 else f"{x:.2f}×" for x in ratios]
         own = f"{1e3 * seconds[PLAIN_STEP]:.0f} ms"
         length = int(context.partition("=")[2])
         rows.append((dtype != "float32", length, int(batch[2:]), [DTYPES[dtype], own, *cells]))
@@ -237,7 +240,8 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     },
     "docs/performance.md": {
         "speed": speed,
-        "steps": steps,
+        "steps": lambda: steps("amd-epyc"),
+        "steps-intel": lambda: steps("intel-xeon-processor"),
         "answers": lambda: timed("answer"),
         "passes": lambda: timed("passes"),
         "peaks": peaks,

@@ -58,7 +58,7 @@ class StepPlans:
 
     def choose(self, mode: str = AUTO, *, compile: bool = False) -> OnePass | None:
         """The plan of the requested mode, or of the fastest that the model allows; None for two
-        passes. A slower one than the update has on other models warns.
+        passes. A slower one than the update has on other models warns, unless it is asked for.
 
         Args:
             mode: one of ``MODES``. compile: whether the step is compiled, which needs one pass.
@@ -87,6 +87,13 @@ class StepPlans:
             # where rounding decides a token's experts, the streams' rows had better be in one batch
             modes = [name for name in modes if name != DecodeMode.SHARED_CACHE.value]
         reason: UnsupportedModelError | None = None
+        if mode == AUTO and attached.steps_take_two_passes:
+            why = (
+                "no mask hides a token from its recurrent state"
+                if attached.recurrent
+                else "its blocks end in a norm, which magnifies the rounding of this update"
+            )
+            reason = UnsupportedModelError(f"{type(attached.model).__name__}: {why}")
         for name in modes:
             tried = DecodeMode(name)
             try:
