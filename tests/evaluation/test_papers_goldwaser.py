@@ -16,8 +16,7 @@ from support.models import build, tokens
 from support.numeric import UNIT, noise_limit
 from torch import nn
 
-from icl_patch import ContextPatcher, embedded, metrics, verify
-from icl_patch.evaluation import tiny_models
+from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation.baseline import BaselineRun
 
 ROOT = Path(__file__).parents[2]
@@ -70,42 +69,6 @@ def test_inputs_are_those_of_gemma_3_and_the_loss_is_on_the_answers() -> None:
         assert set(counted) <= {"a", ",", ".", *shapes.COLOURS, *shapes.SHAPES}
         assert counted.count(".") == shapes._ASKED
         assert not own[mask == 0].any()
-
-
-# -- contexts with images in the package
-
-
-@pytest.mark.parametrize("keep_last", [0, 2])
-def test_verify_takes_what_a_processor_makes_of_an_image(keep_last: int) -> None:
-    ids = tokens(0, 2, 11) % 90 + 1
-    ids[:, 2:6] = tiny_models.IMAGE_TOKEN
-    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "token_type_ids": (ids == tiny_models.IMAGE_TOKEN).long(),
-    }
-
-    def run(model: nn.Module, pixel_values: torch.Tensor) -> list[int]:
-        report = verify(
-            model,
-            embedded.load()[1],
-            context=inputs | {"pixel_values": pixel_values},
-            max_new_tokens=5,
-            keep_last=keep_last,
-        )
-        assert report.passed and report.bit_identical == 1
-        return [step.token_id for step in report.steps]
-
-    model = tiny_models.build("gemma3-vision", 0)
-    generated = model.generate(**inputs, pixel_values=pixels, max_new_tokens=5, do_sample=False)
-    seen = run(model, pixels)
-    assert seen == generated[:, ids.shape[1] :].flatten().tolist()
-    if keep_last:
-        # which are fp32; tokens of bf16 may differ, and all that follow
-        run(tiny_models.build("gemma3-vision", 0, torch.bfloat16), pixels)
-    else:
-        assert run(model, -pixels) != seen
 
 
 # -- how patches are held

@@ -5,7 +5,6 @@ import torch
 
 from icl_patch import ContextPatcher, embedded
 
-TEMPLATE = "{{ '<' }}{% for m in messages %}{{ m['content'] | trim }}{% endfor %}{{ '>' }}"
 PROMPTS = [embedded.held_out_prompts(kind, 1)[0] for kind in embedded.KINDS]
 
 
@@ -27,20 +26,6 @@ def test_an_answer_and_its_patch(prompt: embedded.Prompt) -> None:
     with torch.no_grad():  # the question alone does not give it
         alone = model(answer.patch.kept_ids).logits[:, -new.shape[1] :].argmax(-1)
     assert not torch.equal(alone, new)
-
-
-def test_a_chat_template_stands_before_the_context() -> None:
-    prompt = PROMPTS[0]
-    model, tokenizer = embedded.load()
-    tokenizer.chat_template = TEMPLATE
-    text = f"<{(prompt.context + prompt.question).strip()}>"
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    plain = model.generate(ids, max_new_tokens=3, do_sample=False)[:, ids.shape[1] :]
-    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
-        answer = patcher.ask(prompt.context, prompt.question, chat=True, max_new_tokens=3)
-    assert torch.equal(answer.token_ids, plain)
-    kept = tokenizer.decode(answer.patch.kept_ids[0])
-    assert kept == f"{prompt.question.strip()}>{tokenizer.decode(plain[0, :-1])}"
 
 
 def test_what_ask_refuses() -> None:
@@ -85,17 +70,6 @@ def test_what_a_tokenizer_returns_is_taken_by_its_own_names() -> None:
     with torch.no_grad():
         expected = model(**whole).logits[0, -1].argmax()
     assert int(step.token_ids) == int(expected) == int(logits[0, -1].argmax())
-
-
-def test_padding_by_transformers_names() -> None:
-    model, tokenizer = embedded.load()
-    tokenizer.padding_side = "left"
-    texts = ["mode upper\nfmrp>", "mode flip\nbcd>"]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    expected = model.generate(**batch, max_new_tokens=3, do_sample=False)[:, -3:]
-    with ContextPatcher(model) as patcher:
-        steps = list(patcher.generate(**batch, max_new_tokens=3))
-    assert torch.equal(torch.stack([step.token_ids for step in steps], 1), expected)
 
 
 def test_a_patcher_says_what_it_is_attached_to() -> None:

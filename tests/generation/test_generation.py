@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.models import build, case, ragged, tokens
+from support.models import build, ragged, tokens
 from support.numeric import noise_floor, noise_limit
-from support.patchers import families, updates, works
+from support.patchers import families, updates
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
@@ -84,52 +84,6 @@ def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
                 assert torch.equal(logits, step.logits)
             assert metrics.linf(logits, step.logits).max() <= limit
             current = step.token_ids
-
-
-@families
-@updates
-def test_a_context_of_one_token(family: str, update: str) -> None:
-    """At the first step there is nothing to absorb and the readers stay as they are; after it there
-    is.
-    """
-    model, ids = build(family), tokens(9, 2, 1)
-    with torch.no_grad():
-        bare = model(ids).logits[:, -1]
-    with ContextPatcher(model, update) as patcher:
-        first, second = patcher.generate(ids, max_new_tokens=2)
-        with torch.no_grad():
-            followed = model(torch.cat([ids, first.token_ids.unsqueeze(1)], 1)).logits[:, -1]
-    limit = noise_limit(model)
-    assert metrics.linf(first.logits, bare).max() <= limit < metrics.linf(second.logits, bare).max()
-    assert metrics.linf(second.logits, followed).max() <= limit
-    before, after = first.patch.norms(), second.patch.norms()
-    assert all(
-        before[reader].max() <= limit * after[reader].max()
-        for reader in ("mlp.gate_proj", "mlp.up_proj")
-    )
-    assert min(float(norm.max()) for norm in after.values()) > 1e-2
-
-
-@families
-@updates
-def test_two_generations_do_not_mix(family: str, update: str) -> None:
-    """Step by step in turn, with replays and a computation in between, they are what each is
-    alone.
-    """
-    first, second = tokens(10, 2, 6), tokens(11, 3, 9)
-    with ContextPatcher(build(family), update) as patcher:
-        alone = [list(patcher.generate(ids, max_new_tokens=3)) for ids in (first, second)]
-        generations = [patcher.generate(ids, max_new_tokens=3) for ids in (first, second)]
-        for number in range(3):
-            for steps, generation in zip(alone, generations, strict=True):
-                step = next(generation)
-                patcher.forward(step.patch.kept_ids, step.patch)
-                works(patcher, case("single"))
-                assert torch.equal(step.logits, steps[number].logits)
-                for layer, expected in zip(
-                    step.patch.layers, steps[number].patch.layers, strict=True
-                ):
-                    assert all(torch.equal(layer[name], expected[name]) for name in expected)
 
 
 @families

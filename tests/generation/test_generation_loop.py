@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.generation import prefilled
 from support.models import build, ragged, tokens
 from support.numeric import noise_limit
 from support.patchers import IDS, works
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -28,10 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics
 from icl_patch.evaluation import embedded
-from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.loop import GenerationStep
-from icl_patch.generation.one_pass import DecodeMode, StepInputs
 from icl_patch.models import kv_cache
 
 MASK = ragged(3, 9, side="left")
@@ -269,39 +264,6 @@ def test_stop_strings_end_rows_as_in_transformers() -> None:
         pytest.raises(ValueError, match="expected a tokenizer with stop_strings"),
     ):
         patcher.generate(**inputs, **arguments)
-
-
-def test_a_step_on_a_fixed_cache_waits_for_nothing_and_moves_no_buffer() -> None:
-    """What a CUDA graph needs: no number is read from a tensor during the pass, and all that lives
-    on stays where it is.
-    """
-    for way in (DecodeMode.SHARED_CACHE, DecodeMode.TWO_STREAM):
-        model, ids = build("llama"), tokens(0, 3, 9)
-        with ContextPatcher(model, "stable") as patcher, torch.no_grad():
-            state = prefilled(patcher, ids, MASK, 14, way, reserve=False)
-            # no compiler: the step on the fixed cache as it is
-            use_compiled_step(patcher.plans, state, ())
-
-            def places(step_inputs: StepInputs = state.inputs) -> list[int]:
-                held = [
-                    step_inputs.current,
-                    step_inputs.positions,
-                    step_inputs.mask,
-                    step_inputs.slot,
-                ]
-                layers: list[Any] = step_inputs.cache.layers
-                held += [x for layer in layers for x in (layer.keys, layer.values)]
-                return [x.data_ptr() for x in held]
-
-            before = places()
-            for column in (8, 7, 6):
-                decode_one_token(state, ids[:, column])
-            assert places() == before
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                made = state.run()
-                assert made.logits.shape == (3, model.config.vocab_size)
-                with pytest.raises(DataDependentOutputException):  # this would notice
-                    bool(made.maybe_infeasible)
 
 
 def test_an_ended_row_is_nobodys_error() -> None:

@@ -24,7 +24,7 @@ FILES = [
     "gpu/test_devices_gpu.py",
 ]
 CHOSEN = (
-    "float32 and shared or models_bits or bfloat16 and prefix and gemma3"
+    "float32 and (shared or streams and as) or models_bits or bfloat16 and prefix and gemma3"
     " or matches and gemma3 and stable or between or every_way_of or every_way_says and gemma"
     " or fitted_on_two or two_devices and llama or offloaded and exact and gemma3"
 )

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -227,13 +226,3 @@ def test_a_cpu_build_warns_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         native._warn.cache_clear()
     assert "no CUDA" in native.describe()
-
-
-def test_results_are_what_the_face_says() -> None:
-    """A field added on one side only would be noticed here."""
-    for op, result in (("invert_rmsnorm", ops.RMSNormInverse), ("stable_scale", ops.StableScale)):
-        if native.cpu_instructions:
-            returned = getattr(torch.ops.icl_patch, op).default._schema.returns
-            assert [x.name for x in returned] == [field.name for field in fields(result)]
-        filled = result(*map(torch.tensor, range(5)))
-        assert replace(filled, shift=torch.tensor(9)).shift == 9

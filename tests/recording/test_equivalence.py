@@ -11,11 +11,9 @@ import transformers
 from support.models import FAMILIES, Stock, build, case, randomised, shallow, tokens
 from support.numeric import EPSILON, replay_limit
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.models import kv_cache
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.recording.sequences import assemble
 
@@ -186,56 +184,3 @@ def test_attention_to_the_tokens_with_the_highest_scores(kind: str) -> None:
                     part = patch.select(tokens=slice(0, 1))
                     with pytest.raises(ValueError, match="got a part of one"):
                         patcher.forward(part.kept_ids, part)
-
-
-@pytest.mark.parametrize(
-    ("update", "dtype"),
-    zip(["direct", "stable", "exact"], FLOATS.values(), strict=True),
-    ids=["direct", "stable", "exact"],
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replay_has_no_access_to_the_context(
-    family: str, update: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every cache that computing made is kept alive here and overwritten with NaN before the
-    replay; the bits are the same.
-    """
-    made: list[DynamicCache] = []
-    new_cache = kv_cache.new_cache
-
-    def kept_alive(model: torch.nn.Module) -> DynamicCache:
-        made.append(new_cache(model))
-        return made[-1]
-
-    model, inputs = build(family, 4, dtype), case("span", 4)
-    with ContextPatcher(model, update) as patcher:
-        before = replayed(patcher, patcher.compute(**inputs))
-        monkeypatch.setattr(kv_cache, "new_cache", kept_alive)
-        patch = patcher.compute(**inputs)
-        poison(made)
-        assert torch.equal(replayed(patcher, patch), before)
-
-
-def poison(caches: list[DynamicCache]) -> None:
-    layers = [layer for cache in caches for layer in cache.layers if layer.is_initialized]
-    assert layers
-    for layer in layers:
-        layer.keys.fill_(torch.nan)
-        layer.values.fill_(torch.nan)
-
-
-def test_a_long_window_context_is_masked_by_position() -> None:
-    """The replay's cache lacks the context: a window counted in its slots would reach prefix tokens
-    too far away.
-    """
-    model = build("gemma3", 5, sliding_window=4)
-    inputs = case("prefix", 5)
-    reference = Stock(model).logits(inputs)
-    with ContextPatcher(model, "exact") as patcher:
-        patch = patcher.compute(**inputs)
-        logits = replayed(patcher, patch)
-        assert torch.equal(logits[patch.kept_mask], reference[patch.kept_mask])
-        slots = torch.arange(12).expand(3, -1)
-        by_slot = dataclasses.replace(patch, prefix_slots=slots[:, :5], kept_slots=slots[:, 5:])
-        wrong = patcher.forward(patch.kept_ids, by_slot)
-    assert not torch.equal(wrong[patch.kept_mask], reference[patch.kept_mask])

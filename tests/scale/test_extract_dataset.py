@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.data_sets import own_logits, prompts, write_json_lines
-from support.full_disk import full_disk
 from support.models import Stock, build, longrope
 from support.numeric import noise_limit, within_roundings
 from torch import Tensor
@@ -428,36 +427,6 @@ def test_the_plan_is_right(patcher: ContextPatcher, dataset: Path, tmp_path: Pat
     assert "TOO LITTLE" not in str(plan)
     full = scale.Plan(**vars(plan) | {"free": plan.nbytes - 1})
     assert "TOO LITTLE (--factors-dtype" in str(full)
-
-
-def test_a_full_disk(
-    patcher: ContextPatcher, dataset: Path, extracted: Path, tmp_path: Path
-) -> None:
-    """What was written is whole, and the run goes on where there is room."""
-    sizes = sorted(path.stat().st_size for path in extracted.glob("shards/*"))
-    with full_disk(1000), pytest.raises(OSError, match=r"File too large: '.*shards/"):
-        scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=SMALL)
-    assert len(scale.PatchDataset(tmp_path / "out")) == 0
-    with full_disk(sizes[0] + 1), pytest.raises(OSError, match=r"File too large: '.*shards/"):
-        scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=SMALL)
-    there = scale.PatchDataset(tmp_path / "out")
-    for _, patch in there.batches():
-        assert patcher.forward(patch.kept_ids, patch).isfinite().all()
-    assert files(tmp_path / "out").items() <= files(extracted).items()
-    scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=SMALL)
-    assert files(tmp_path / "out") == files(extracted)
-
-
-def test_files_of_another_run(dataset: Path, extracted: Path) -> None:
-    before = files(extracted)
-    for update, seed, differing in (("stable", 0, "update"), ("exact", 7, "fingerprint")):
-        model = build("llama", seed, vocab_size=VOCABULARY)
-        with (
-            ContextPatcher(model, update, tokenizer=TOKENIZER) as other,
-            pytest.raises(ValueError, match=f"expected patches of this run .* with {differing} "),
-        ):
-            scale.extract_dataset(other, dataset, extracted)
-    assert files(extracted) == before
 
 
 def test_a_foreign_shard(extracted: Path, tmp_path: Path) -> None:
