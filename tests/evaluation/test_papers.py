@@ -5,25 +5,15 @@ shown is what was measured.
 import copy
 import json
 import math
-import sys
 from itertools import pairwise
 from pathlib import Path
 
+import linear_regression
 import pytest
+import regression_experiments as experiments
+import table_1
 import torch
-from support.numeric import ULP, UNIT, noise_limit, seeded
-from torch import Tensor, nn
-
-from icl_patch.evaluation import tiny_models
-
-ROOT = Path(__file__).parents[2]
-SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
-sys.path.insert(0, str(SCRIPTS))
-
-import linear_regression  # noqa: E402
-import regression_experiments as experiments  # noqa: E402
-import table_1  # noqa: E402
-from regression_models import (  # noqa: E402
+from regression_models import (
     Attention,
     Block,
     Recurrence,
@@ -32,6 +22,12 @@ from regression_models import (  # noqa: E402
     Tasks,
     sample,
 )
+from support.numeric import ULP, UNIT, noise_limit, seeded
+from torch import Tensor, nn
+
+from icl_patch.evaluation import tiny_models
+
+RESULTS = Path(__file__).parents[2] / "docs" / "papers"
 
 layers = pytest.mark.parametrize("layer", [Attention, Recurrence], ids=["attention", "rnn"])
 

@@ -4,24 +4,19 @@ random model.
 
 import json
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import discussion
 import pytest
 import torch
+from pages import TEMPLATES
 from support.models import build
 
 from icl_patch import embedded
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "papers"))
-
-import discussion  # noqa: E402
-from pages import TEMPLATES  # noqa: E402
-
-RESULTS = ROOT / "docs" / "papers"
+RESULTS = Path(__file__).parents[2] / "docs" / "papers"
 
 
 @pytest.fixture(scope="module")

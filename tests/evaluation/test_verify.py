@@ -7,15 +7,16 @@ import dataclasses
 import json
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.generation import own_steps
 from support.models import build
 from support.numeric import noise_limit
 from torch import Tensor
-from transformers import DynamicCache
 
 from icl_patch import batch_invariant, embedded, metrics, verify
 from icl_patch.evaluation import demo, exact_steps, tiny_models
@@ -76,23 +77,18 @@ def test_exact_steps_are_compared_with_the_model_in_each_arithmetic(
     report = verify(model, build_tokenizer(), **arguments)
     ids, mask = encode_contexts(build_tokenizer(), texts)
     tokens = torch.tensor([step.token_id for step in report.steps]).view(2, 3)
-    runs = {}
-    for name in ("model", "batch_invariant"):
-        cache, token, seen, logits = DynamicCache(config=model.config), ids[:, -1:], mask, []
-        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-        model(ids[:, :-1], mask[:, :-1].long(), positions[:, :-1], past_key_values=cache)
-        position = positions[:, -1:]
-        for following in tokens.unbind(1):
-            inside = batch_invariant(model, attention=False) if name != "model" else nullcontext()
-            with inside:
-                logits.append(model(token, seen.long(), position, past_key_values=cache).logits)
-            token, position = following.unsqueeze(1), position + 1
-            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
-        runs[name] = torch.cat(logits, 1)
+    around = {
+        "model": nullcontext,
+        "batch_invariant": partial(batch_invariant, model, attention=False),
+    }
+    runs = {
+        name: torch.stack(list(own_steps(model, ids, mask, 3, tokens.unbind(1), inside)), 1)
+        for name, inside in around.items()
+    }
     whole = torch.cat([ids, tokens[:, :-1]], 1)
-    positions = (seen[:, :-1].long().cumsum(1) - 1).clamp(min=0)
-    wide = copy.deepcopy(model).float()
-    fp32 = wide(whole, seen[:, :-1].long(), positions).logits[:, -3:]
+    seen = torch.cat([mask, mask.new_ones(2, 2)], 1).long()
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    fp32 = copy.deepcopy(model).float()(whole, seen, positions).logits[:, -3:]
     for steps in report.arithmetics:
         logits = runs[steps.arithmetic]
         assert steps.bit_identical == 1.0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.chats import TEMPLATE
 
 from icl_patch import ContextPatcher, embedded
 
@@ -82,10 +83,7 @@ def test_a_patcher_says_what_it_is_attached_to() -> None:
 
 def test_a_system_message_and_several_turns() -> None:
     model, tokenizer = embedded.load()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<model>{% endif %}"
-    )
+    tokenizer.chat_template = TEMPLATE
     turns = [("user", "bcdf>"), ("assistant", "BCDF"), ("user", "fmrp>")]
     messages = [{"role": role, "content": text} for role, text in turns]
     with ContextPatcher(model, tokenizer=tokenizer) as patcher:

@@ -1,13 +1,15 @@
 """Exact decode steps in one pass: bit for bit the same model on batch-invariant functions."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from support import realistic_weights
+from support.generation import own_steps
 from support.models import build, ragged, shallow, tokens
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation import tiny_models
@@ -40,28 +42,12 @@ def steps_of(
     return patcher.generate(ids, do_sample=False, **arguments)
 
 
-@torch.no_grad()
 def batch_invariant_logits(
-    model: PreTrainedModel, chosen: list[Tensor], ids: Tensor = IDS, **options: bool
+    model: PreTrainedModel, chosen: list[Tensor], ids: Tensor = IDS, attention: bool = False
 ) -> Iterator[Tensor]:
     """The model's own decode steps on batch-invariant functions, after its own prompt."""
-    mask, cache = MASK, DynamicCache(config=model.config)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    model(
-        ids[:, :-1],
-        attention_mask=mask[:, :-1].long(),
-        position_ids=positions[:, :-1],
-        past_key_values=cache,
-    )
-    token, position = ids[:, -1:], positions[:, -1:]
-    for following in chosen:
-        with batch_invariant(model, **{"attention": False} | options):
-            logits = model(
-                token, attention_mask=mask.long(), position_ids=position, past_key_values=cache
-            ).logits[:, -1]
-        yield logits
-        token, position = following.unsqueeze(1), position + 1
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    around = partial(batch_invariant, model, attention=attention)
+    return own_steps(model, ids, MASK, len(chosen), chosen, around)
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)

@@ -5,16 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import build, tokens
+from support.numeric import on_a_gpu
 from support.offload import imported_accelerate, results
 from support.static import random_examples
 from transformers import PreTrainedModel
 
 from icl_patch.static import Distillation, fit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 CONTEXT, KEPT = tokens(1, 2, 9), tokens(2, 2, 4)
 

@@ -3,15 +3,12 @@
 import pytest
 import torch
 from support.models import CASES, FAMILIES, build, case
-from support.numeric import replay_limit
+from support.numeric import on_a_gpu, replay_limit
 from torch import Tensor
 
 from icl_patch import ContextPatcher, metrics
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu
 
 
 def on_device(arguments: dict) -> dict:

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 from support.models import build, tokens
+from support.numeric import on_a_gpu
 from support.static import random_examples
 
 from icl_patch.static import Distillation, StaticPatch, fit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu
 IDS = tokens(4, 2, 6)
 
 
