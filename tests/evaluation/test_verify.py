@@ -146,19 +146,6 @@ def test_where_one_pass_is_not_possible_the_reason_stands(
     assert reason in in_one.reason and in_one.bit_identical is None
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
-@pytest.mark.parametrize("keep_last", [0, 3])
-@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
-def test_partial_contexts(update: str, keep_last: int, family: str) -> None:
-    model = build(family, 0, vocab_size=RANDOM_VOCABULARY)
-    texts = ["some context that matters", "and a longer one of another length"]
-    arguments = {"max_new_tokens": 3, "update": update, "keep_last": keep_last}
-    report = verify(model, build_tokenizer(), context=texts, **arguments)
-    assert report.passed
-    assert report.keep_last == keep_last
-    assert (report.bit_identical == 1.0) == (update == "exact")
-
-
 def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the readers' part of the patch the check must fail, and by far."""
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+import sweep
 import torch
-import transformers
 from support import image_models
 from support.numeric import noise_limit, replay_error
 
@@ -97,16 +97,7 @@ def test_types_of_text_that_later_tokens_would_not_have_are_refused() -> None:
         pytest.raises(ValueError, match="expected no token_type_ids for GPT2LMHeadModel"),
     ):
         patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)
-    config = transformers.BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        is_decoder=True,
-    )
-    torch.manual_seed(0)
-    model: Any = transformers.BertLMHeadModel(config).eval()
+    model = sweep.build("bert", {})
     own = generated(model, {"input_ids": ids}).sequences[:, ids.shape[1] :]
     with ContextPatcher(model, "stable") as patcher:
         steps = patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)

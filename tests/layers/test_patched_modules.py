@@ -5,7 +5,7 @@ never a stored output.
 import pytest
 import torch
 import torch.nn.functional as F
-from support.numeric import UNIT, within_roundings
+from support.numeric import UNIT, every_dtype, within_roundings
 from support.quantised import Int8Linear
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -15,12 +15,6 @@ from transformers.pytorch_utils import Conv1D
 from icl_patch import PatchedLinear, PatchedRMSNorm, metrics
 
 K, N = 12, 7
-FLOATS = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 def conv1d() -> Conv1D:
@@ -87,7 +81,7 @@ def test_a_patch_per_row(name: str, rows: tuple[int, ...]) -> None:
             assert is_patched_sum(layer(part), part, *matrix(base), u[0], v[0])
 
 
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@every_dtype
 def test_the_output_is_rounded_once_to_the_wanted_dtype(dtype: torch.dtype) -> None:
     base, z = nn.Linear(K, N).to(dtype), torch.randn(5, K).to(dtype)
     u, v = torch.randn(5, N, dtype=torch.float64), torch.randn(5, K, dtype=torch.float64)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep
 import torch
 import torch.nn.functional as F
 import transformers
-from support.models import build, case, ragged, randomised, shallow, tokens
+from support.models import build, case, ragged, shallow, tokens
 from support.numeric import noise_limit
 from support.patchers import (
     IDS,
@@ -244,15 +245,7 @@ def test_a_block_that_hands_on_more_than_its_sum() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
     """Also where they do less than bf16's rounding may in other models."""
-    config = transformers.BartConfig(
-        vocab_size=97,
-        d_model=32,
-        encoder_layers=3,
-        decoder_layers=3,
-        decoder_attention_heads=4,
-        decoder_ffn_dim=48,
-    )
-    model = randomised(transformers.BartForCausalLM, config).to(dtype)
+    model = sweep.build("bart", {}).to(dtype)
     with torch.no_grad():
         model.model.decoder.embed_positions.weight.mul_(0.1)
     with ContextPatcher(model) as patcher:

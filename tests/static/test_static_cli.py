@@ -12,7 +12,6 @@ from icl_patch import ContextPatcher, embedded
 from icl_patch.cli import fit
 from icl_patch.evaluation.loading import load_model
 from icl_patch.patch.fingerprints import tokenizer_fingerprint
-from icl_patch.patch.serialization import read_file
 from icl_patch.static import PARTS, LowRank, StaticInfo, StaticPatch
 
 
@@ -180,13 +179,14 @@ def test_a_file_is_replaced_only_with_force(
     for command, *options in (
         ("extract", "--context", "abc", "--question", "d"),
         ("fit", *examples, "--accept-worse"),
+        ("report", "--context", "abc", "--question", "d", "--max-new-tokens", 1),
     ):
         out.write_text("mine")
         status, _, err = run(capsys, command, *options, "--out", out)
         assert (status, out.read_text()) == (2, "mine")
         assert f"expected a new name for --out, there is {out} already: --force replaces" in err
         assert run(capsys, command, *options, "--out", out, "--force")[0] == 0
-        assert read_file(out)[0]["model"] == "embedded"
+        assert out.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"])
