@@ -206,44 +206,6 @@ def test_changes_and_alignment_are_those_of_matrices_written_out(
     )
 
 
-@torch.no_grad()
-def test_factors_of_the_appendix_are_those_of_matrices_written_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """``W_i = W_{i-1} + (W_{i-1} ΔA(c_i)) z_iᵀ/‖z_i‖²`` (equation 27) matrix by matrix, with the
-    context cut short for every i.
-    """
-    sizes, model = experiments.QUICK, block()
-    monkeypatch.setattr(experiments, "trained_attention", lambda *_: (model, {}))
-    found = experiments.appendix_e(sizes, 0)
-    tasks = sample(sizes.trials, 12, seeded(experiments._TRIALS))
-    steps, cosines = [], []
-    for task in range(sizes.trials):
-        context, query = tasks.context[task : task + 1], tasks.query[None, task : task + 1]
-        z = [model.layer(context[:, i:], query)[0, 0].double() for i in range(13)]
-        weights = [model.first.weight.double()]
-        for before, after in pairwise(z):
-            weights.append(
-                weights[-1]
-                + torch.outer(weights[-1] @ (before - after), after) / after.square().sum()
-            )
-        assert same(weights[-1] @ z[-1], weights[0] @ z[0])
-        steps.append(torch.stack([(b - a).norm() for a, b in pairwise(weights)]))
-        grown = torch.outer(weights[0] @ (z[0] - z[-1]), z[-1]) / z[-1].square().sum()
-        cosines.append(
-            nn.functional.cosine_similarity(
-                (weights[-1] - weights[0]).flatten(), grown.flatten(), 0
-            )
-        )
-    rounding = 1024 * UNIT[torch.float32]  # of a product of twelve factors in fp32
-    assert torch.allclose(
-        torch.tensor(found["step"]["mean"]).double(), torch.stack(steps).mean(0), rtol=rounding
-    )
-    assert found["cosine"]["mean"][0] == pytest.approx(
-        float(torch.stack(cosines).mean()), abs=rounding
-    )
-
-
 def check(folder: Path) -> None:
     """What is exact in theory is apart by rounding, and the page is that of the numbers.
 

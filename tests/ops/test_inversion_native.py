@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from icl_patch import ops
-from icl_patch.ops import native, reference
+from icl_patch.ops import native
 
 # Instruction sets
 
@@ -179,35 +179,7 @@ def test_a_new_batch_size_does_not_recompile(function: Callable, per_row: bool) 
     assert counter.frame_count == 1
 
 
-# Where there is no library
-
-
-@pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(native, "_lacking", "it was hidden")
-    native._warn.cache_clear()
-    yield
-    native._warn.cache_clear()
-
-
-@pytest.mark.usefixtures("no_library")
-def test_without_the_library_plain_torch_runs_and_says_so_once() -> None:
-    m, g = mixed_rows(24, 3)
-    rms = torch.ones(len(m))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        inverse, stable = (
-            ops.invert_rmsnorm(g, m, rms, 0.5, g),
-            ops.stable_scale(g, m, g, 0.5),
-        )
-        assert not native.serves("cpu") and not native.serves("cpu")
-        assert not native.serves("cuda")
-    messages = [str(warning.message) for warning in caught]
-    expected = "icl_patch runs on plain torch for {} tensors; the native library: it was hidden"
-    assert messages == [expected.format("cpu"), expected.format("cuda")]
-    assert Path(caught[0].filename) == Path(__file__)
-    assert same_rows(inverse, reference.invert_rmsnorm(g, m, rms, 0.5, g))
-    assert same_rows(stable, reference.stable_scale(g, m, g, 0.5))
+# Where there is no library for CUDA; without any: test_packaging.py
 
 
 @needs_native
