@@ -119,29 +119,6 @@ def test_the_models_own_configuration_holds() -> None:
         assert len(list(patcher.generate(IDS, stopping_criteria=one_more))) == 1
 
 
-def test_a_stopping_criterion_sees_tokens_and_ends_rows() -> None:
-    seen: list[Tensor] = []
-
-    class Third(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            seen.append(input_ids.clone())
-            return torch.tensor([input_ids.shape[1] >= IDS.shape[1] + 3, False])
-
-    model = build("llama")
-    with ContextPatcher(model, "stable") as patcher:
-        arguments = {
-            "stopping_criteria": StoppingCriteriaList([Third()]),
-            "eos_token_id": 96,
-            "pad_token_id": 0,
-            "do_sample": False,
-        }
-        steps = list(patcher.generate(IDS, max_new_tokens=5, **arguments))
-    assert torch.equal(seen[-1], torch.cat([IDS, stream(steps)], 1))
-    assert [step.ended.tolist() for step in steps] == [[False, False]] * 2 + [[True, False]] * 2 + [
-        [True, True]
-    ]
-
-
 class Collector(BaseStreamer):
     def __init__(self) -> None:
         self.got: list[Tensor] = []
@@ -182,13 +159,16 @@ def test_streamers_are_ended_whatever_happens() -> None:
     assert [collector.ended for collector in collectors] == [1] * 3
 
 
-class _Scores(StoppingCriteria):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+class Third(StoppingCriteria):
+    """Ends the first row at its third token."""
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_kwargs: Any) -> Tensor:
-        self.seen.append(scores if scores is None else [x.clone() for x in scores])
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Any]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        scores = scores if scores is None else [x.clone() for x in scores]
+        self.seen.append((input_ids.clone(), scores))
+        return torch.tensor([input_ids.shape[1] >= IDS.shape[1] + 3, False])
 
 
 @pytest.mark.parametrize(
@@ -196,20 +176,24 @@ class _Scores(StoppingCriteria):
     [{}, {"output_scores": True, "return_dict_in_generate": True}],
     ids=["without", "with"],
 )
-def test_criteria_see_the_scores_that_were_asked_for(wanted: dict) -> None:
-    model, theirs, ours = build("llama"), _Scores(), _Scores()
-    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None} | wanted
+def test_criteria_see_tokens_and_the_scores_that_were_asked_for_and_end_rows(wanted: dict) -> None:
+    model, theirs, ours = build("llama"), Third(), Third()
+    arguments = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": 96, "pad_token_id": 0}
+    arguments |= wanted
     model.generate(IDS, stopping_criteria=StoppingCriteriaList([theirs]), **arguments)
+    criteria = StoppingCriteriaList([ours])
     with ContextPatcher(model, "exact") as patcher:
-        list(patcher.generate(IDS, stopping_criteria=StoppingCriteriaList([ours]), **arguments))
+        steps = list(patcher.generate(IDS, stopping_criteria=criteria, **arguments))
     limit = noise_limit(model)
-    assert len(ours.seen) == len(theirs.seen) == 4
-    for one, other in zip(ours.seen, theirs.seen, strict=True):
+    for (ids, scores), (expected_ids, expected) in zip(ours.seen, theirs.seen, strict=True):
+        assert torch.equal(ids, expected_ids)
         if not wanted:
-            assert one is other is None
+            assert scores is expected is None
         else:
-            assert len(one) == len(other)
-            assert all(metrics.linf(x, y).max() <= limit for x, y in zip(one, other, strict=True))
+            pairs = zip(scores, expected, strict=True)
+            assert all(metrics.linf(x, y).max() <= limit for x, y in pairs)
+    ended = [[False, False]] * 2 + [[True, False]] * 2 + [[True, True]]
+    assert [step.ended.tolist() for step in steps] == ended
 
 
 def test_more_tokens_than_the_model_has_positions_for() -> None:

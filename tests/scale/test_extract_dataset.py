@@ -261,22 +261,6 @@ def test_new_scales_are_not_rounded(dataset: Path, tmp_path: Path) -> None:
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
-def test_some_layers(patcher: ContextPatcher, dataset: Path, tmp_path: Path) -> None:
-    contents = scale.Contents(layers=slice(1, None))
-    scale.extract_dataset(patcher, dataset, tmp_path / "part", contents=contents)
-    patches = scale.PatchDataset(tmp_path / "part")
-    patch = patches[0]
-    assert patches.run.layers == [1, 2] == list(patch.layer_indices)
-    assert len(patches.index["norms"][0].as_py()["mlp.up_proj"]) == 2
-    with pytest.raises(ValueError, match="a part of one"):
-        patcher.forward(patch.kept_ids, patch)
-    with pytest.raises(ValueError, match=r"expected layers among 3, .* slice\(5, None, None\)"):
-        scale.extract_dataset(
-            patcher, dataset, tmp_path / "none", contents=scale.Contents(layers=slice(5, None))
-        )
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_second_run_does_nothing(
     patcher: ContextPatcher, dataset: Path, extracted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,7 +465,11 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         scale.PatchDataset(tmp_path)
 
 
-def test_bad_arguments(dataset: Path, tmp_path: Path) -> None:
+def test_bad_arguments(patcher: ContextPatcher, dataset: Path, tmp_path: Path) -> None:
+    none = scale.Contents(layers=slice(5, None))
+    with pytest.raises(ValueError, match=r"expected layers among 3, .* slice\(5, None, None\)"):
+        scale.extract_dataset(patcher, dataset, tmp_path / "none", contents=none)
+    assert not (tmp_path / "none").exists()
     with pytest.raises(ValueError, match=r"expected factors_dtype torch\.bfloat16, got torch\.fl"):
         scale.Contents(factors_dtype=torch.float16)
     with pytest.raises(ValueError, match="expected numbers ≥ 1, got Batching"):

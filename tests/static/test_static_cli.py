@@ -174,13 +174,13 @@ def test_a_patch_without_its_model_is_refused_by_the_models_name(
 def test_a_file_is_replaced_only_with_force(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    out = tmp_path / "mine.safetensors"
     examples = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "2"]
     for command, *options in (
         ("extract", "--context", "abc", "--question", "d"),
         ("fit", *examples, "--accept-worse"),
         ("report", "--context", "abc", "--question", "d", "--max-new-tokens", 1),
     ):
+        out = tmp_path / ("mine.html" if command == "report" else "mine.safetensors")
         out.write_text("mine")
         status, _, err = run(capsys, command, *options, "--out", out)
         assert (status, out.read_text()) == (2, "mine")
