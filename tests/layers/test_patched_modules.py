@@ -96,6 +96,15 @@ def test_the_output_is_rounded_once_to_the_wanted_dtype(dtype: torch.dtype) -> N
     assert metrics.linf(layer(z), wide).max() <= torch.finfo(dtype).eps
 
 
+def test_train_and_eval_reach_the_base() -> None:
+    base = nn.Linear(K, N)
+    layer = PatchedLinear(base)
+    layer.eval()
+    assert not base.training
+    layer.train()
+    assert base.training
+
+
 def test_factors_follow_to_another_device_and_keep_their_dtype() -> None:
     layer = PatchedLinear(nn.Linear(K, N))
     layer.set_patch(torch.randn(3, N), torch.randn(3, K, dtype=torch.float64))

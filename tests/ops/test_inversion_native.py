@@ -2,16 +2,13 @@
 replaced where they are missing.
 """
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from support.inversion import mixed_rows, needs_native, same_rows
+from support.processes import run_python
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -21,8 +18,8 @@ from icl_patch.ops import native
 # Instruction sets
 
 DIGEST = """
-import hashlib, itertools, torch
-import test_native_linear
+import hashlib, itertools, sys, torch
+sys.path.append("tests/ops"); import test_native_linear
 from support.inversion import mixed_rows
 from support.numeric import FLOATS, normal, seeded
 from icl_patch import ops; from icl_patch.ops import native
@@ -82,14 +79,7 @@ for instructions in {(*INSTRUCTIONS, UNKNOWN)}:
 @pytest.fixture(scope="module")
 def said_on() -> dict[str, str]:
     """The digest of each instruction set, or why it was refused."""
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ON_EACH],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", ON_EACH)
     assert done.returncode == 0, done.stderr
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert tuple(said) == (*INSTRUCTIONS, UNKNOWN)

@@ -1,9 +1,6 @@
 """Models whose weights accelerate offloads: the bits of the same model in memory."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +10,7 @@ import pytest
 import torch
 from support.models import build, tokens
 from support.offload import ROOM, WAYS, imported_accelerate, offload, results
+from support.processes import run_python
 from support.static import random_examples, random_patch
 from torch import Tensor
 
@@ -75,11 +73,7 @@ def test_a_model_larger_than_memory(tmp_path: Path) -> None:
             patch = patcher.compute(context, context[:, :3])
             total = patcher.forward(context[:, :3], patch).double().sum().item()
         expected.append(f"{update} {total}")
-    tests = Path(__file__).parents[1]
-    places = [str(tests), str(tests.parent / "build" / "peft"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-P", "-m", "support.offload", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-m", "support.offload", tmp_path)
     assert done.stdout.splitlines() == [*expected, "out of memory with all weights"], done.stderr
 
 
