@@ -424,6 +424,34 @@ def test_z_is_zero(family: str, update: str) -> None:
         works(patcher, {"context_ids": IDS[:, :3], "kept_ids": kept, "prefix_ids": tokens(4, 2, 2)})
 
 
+@updates
+def test_h_is_zero_for_some_tokens(update: str) -> None:
+    """A gate of ReLU that one direction of z closes: the first kept token in which it is closed is
+    named.
+    """
+    model = build("llama", hidden_act="relu")
+    ids = torch.cat([IDS, KEPT], 1)
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        mlp = model.model.layers[1].mlp
+        mlp.gate_proj.weight.copy_(
+            torch.randn(1, 48, generator=torch.Generator().manual_seed(4)).expand(72, 48)
+        )
+        handle = mlp.gate_proj.register_forward_hook(
+            lambda _module, _args, out: seen.append(out[:, 5:, 0])
+        )
+        model(ids)
+        handle.remove()
+    row, token = (seen[0] < 0).nonzero()[0].tolist()
+    assert (row, token) > (0, 0)
+    with ContextPatcher(model, update) as patcher:
+        message = (
+            rf"^model\.layers\.1, row {row}, kept token {token}: the input h of mlp\.down_proj"
+            r" is 0$"
+        )
+        refused(patcher, {"context_ids": IDS, "kept_ids": KEPT}, message)
+
+
 @families
 @updates
 def test_nan_stays_in_its_row(family: str, update: str, tmp_path: Any) -> None:
