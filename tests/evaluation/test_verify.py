@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.generation import own_steps
+from support.generation import own_steps, spoil_closing
 from support.models import build
 from support.numeric import noise_limit
 from torch import Tensor
@@ -24,7 +24,7 @@ from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.generation.decode_step import DecodeResult, DecodeState, decode_one_token
-from icl_patch.recording import decode_recorder, updates
+from icl_patch.recording import updates
 from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit
 
@@ -115,15 +115,7 @@ def _spoilt(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 
 def test_exact_steps_that_miss_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block misses at every step: both rows are closed again, and nothing is left."""
-    own = decode_recorder._closed
-
-    def spoilt(alike: list) -> list:
-        closed = own(alike)
-        closed[0].factor[0, 0, 5] += 1.0
-        closed[0].misses[0, 0] += 1
-        return closed
-
-    monkeypatch.setattr(decode_recorder, "_closed", spoilt)
+    spoil_closing(monkeypatch, 0)
     model = build("llama", 0, vocab_size=RANDOM_VOCABULARY)
     texts = ["some context", "and another one"]
     report = verify(model, build_tokenizer(), context=texts, max_new_tokens=3)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from support import realistic_weights
-from support.generation import own_steps
+from support.generation import own_steps, spoil_closing
 from support.models import build, ragged, shallow, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,7 +15,6 @@ from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.loop import GenerationStep
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
-from icl_patch.recording import decode_recorder, updates
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # every kind of writer that one pass serves, a Conv1D, norms in all places, fused and absent gates,
@@ -111,17 +110,9 @@ def test_a_row_replays_alike_in_any_batch() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_moe"])
 def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block's factor is spoilt: the blocks are closed again, and the replay is right."""
-    own = decode_recorder._closed
-
-    def spoilt(alike: list) -> list[updates.Closed]:
-        closed = own(alike)
-        closed[-1].factor[0, 0, 5] += 1.0
-        closed[-1].misses[0, 0] += 1
-        return closed
-
     with ContextPatcher(shallow(family)) as patcher:
         expected = list(steps_of(patcher))
-        monkeypatch.setattr(decode_recorder, "_closed", spoilt)
+        spoil_closing(monkeypatch, -1)
         for step, other in zip(steps_of(patcher), expected, strict=True):
             patch = step.patch
             assert (patch.passes, patch.info.arithmetic) == (2, BATCH_INVARIANT)

@@ -40,6 +40,64 @@ def made_regions(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return made
 
 
+class Stack(nn.Module):
+    """Blocks of two products with what real ones have between them: a mask for all, a cache, a
+    counter, outputs in parts.
+    """
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 2 * width), nn.Linear(width, 5), nn.LayerNorm((3, 5)))
+            for width in widths
+        )
+        self.register_buffer("x", torch.randn(3, 5))
+        self.register_buffer("mask", torch.ones(3, 1, dtype=torch.bool))
+        self.register_buffer("slot", torch.zeros(1, dtype=torch.long))
+        self.counters = [torch.zeros((), dtype=torch.long) for _ in widths]
+        self.caches = [torch.zeros(4, 5) for _ in widths]
+
+    def forward(self) -> list[Tensor]:
+        self.slot.add_(1)
+        self.mask.index_fill_(0, self.slot % 3, False)
+        x, seen = self.x, []
+        for block, counter, cache in zip(self.blocks, self.counters, self.caches, strict=True):
+            away = torch.where(~self.mask, -1.0, 0.0)
+            cache.index_copy_(0, (counter % 4).view(1), x[:1])
+            counter.add_(1)
+            gate, up = block[0](x + away).chunk(2, -1)
+            x = x + block[1](gate.sigmoid() * up) + cache.mean(0)
+            x = block[2](x)
+            seen += [gate, cache[0]]
+        return [x, self.slot + 0, self.x, *seen]
+
+    def state(self) -> list[Tensor]:
+        return [self.x, self.mask, self.slot, *self.counters, *self.caches]
+
+
+def test_regions_are_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run after run: outputs, and the tensors that are written in place."""
+    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    torch.manual_seed(0)
+    model = Stack([4, 4, 6, 4, 4])
+    before = [x.clone() for x in model.state()]
+    with torch.no_grad():
+        traced = in_regions(graph_of(lambda: model()), model.blocks)
+        for x, old in zip(model.state(), before, strict=True):
+            x.copy_(old)
+        expected = []
+        for _ in range(6):
+            expected.append([x.clone() for x in (*model(), *model.state())])
+        for x, old in zip(model.state(), before, strict=True):
+            x.copy_(old)
+        for outputs in expected:
+            found = [*traced(), *model.state()]
+            assert all(torch.equal(x, y) for x, y in zip(found, outputs, strict=True))
+    # the first with what is for all, the last with what ends, the wider one, and one for the two
+    # that are left
+    assert len(set(regions_of(traced))) == 4
+
+
 def test_regions_that_share_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler takes it for granted which of its inputs are one: regions alike but for that have
     graphs of their own.

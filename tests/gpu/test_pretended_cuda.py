@@ -16,8 +16,6 @@ FILES = [
     "gpu/test_gpu.py",
     "bench/test_bench_generation.py",
     "bench/test_bench.py",
-    "gpu/test_static_gpu.py",
-    "gpu/test_devices_gpu.py",
 ]
 CHOSEN = (
     "float32 and (shared or streams and as) or models_bits or bfloat16 and prefix and gemma3"

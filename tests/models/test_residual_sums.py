@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from icl_patch.models.residual_sums import is_sum
+from icl_patch.models.residual_sums import is_sum, times
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -31,6 +31,16 @@ def test_the_true_numbers_explain_every_element_and_numbers_near_them_do_not(
     wrong = mlp.clone()
     wrong[0, 0, 6] *= 1.5  # the same token; the error is far below the large element's rounding
     assert not is_sum(total, [hidden, wrong])
+
+
+@dtypes
+def test_sums_in_a_wider_dtype_and_sums_that_are_scaled(dtype: torch.dtype) -> None:
+    hidden, mlp = streams(dtype)
+    scale = torch.tensor([0.37], dtype=dtype)
+    assert is_sum((hidden.double() + mlp.double()).to(dtype), [hidden, mlp])
+    assert is_sum((hidden + mlp) * scale, [hidden, mlp], scale)
+    assert is_sum(hidden + 0.22 * mlp, [hidden, times(mlp, 0.22)])
+    assert is_sum(hidden.float() + mlp, [hidden, mlp])  # a stream in fp32
 
 
 def test_numbers_that_are_not_finite_are_equal_to_themselves() -> None:

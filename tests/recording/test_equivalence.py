@@ -161,3 +161,20 @@ def test_attention_to_the_tokens_with_the_highest_scores(kind: str) -> None:
                     part = patch.select(tokens=slice(0, 1))
                     with pytest.raises(ValueError, match="got a part of one"):
                         patcher.forward(part.kept_ids, part)
+
+
+def test_a_long_window_context_is_masked_by_position() -> None:
+    """The replay's cache lacks the context: a window counted in its slots would reach prefix tokens
+    too far away.
+    """
+    model = build("gemma3", 5, sliding_window=4)
+    inputs = case("prefix", 5)
+    reference = Stock(model).logits(inputs)
+    with ContextPatcher(model, "exact") as patcher:
+        patch = patcher.compute(**inputs)
+        logits = replayed(patcher, patch)
+        assert torch.equal(logits[patch.kept_mask], reference[patch.kept_mask])
+        slots = torch.arange(12).expand(3, -1)
+        by_slot = dataclasses.replace(patch, prefix_slots=slots[:, :5], kept_slots=slots[:, 5:])
+        wrong = patcher.forward(patch.kept_ids, by_slot)
+    assert not torch.equal(wrong[patch.kept_mask], reference[patch.kept_mask])

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 from icl_patch import ContextPatcher
 from icl_patch.generation.decode_step import DecodeState, prefill
 from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.recording import decode_recorder, updates
 
 
 def prefilled(
@@ -53,3 +55,16 @@ def own_steps(
         token = (logits.argmax(-1) if chosen is None else chosen[step]).unsqueeze(1)
         given["position_ids"] = given["position_ids"] + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+
+
+def spoil_closing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """From now on one pass chooses a factor of this block that is off, and counts the miss."""
+    own = decode_recorder._closed
+
+    def spoilt(alike: list) -> list[updates.Closed]:
+        closed = own(alike)
+        closed[block].factor[0, 0, 5] += 1.0
+        closed[block].misses[0, 0] += 1
+        return closed
+
+    monkeypatch.setattr(decode_recorder, "_closed", spoilt)
