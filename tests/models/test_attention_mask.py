@@ -54,6 +54,19 @@ def test_another_thread_sees_nothing_of_it() -> None:
 # -- sums
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_an_open_sum_hands_over_its_first_sum(dtype: torch.dtype) -> None:
+    residual, written, seen = torch.randn(2, 3, 4).bfloat16(), torch.randn(2, 3, 4, dtype=dtype), []
+    total = residual + ResidualSum.of(written, seen.append)
+    assert type(total) is torch.Tensor
+    assert torch.equal(total, residual + written)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], total)
+    swapped = ResidualSum.of(written, seen.append) + residual
+    assert torch.equal(swapped, total)
+    assert len(seen) == 2
+
+
 def test_what_on_sum_returns_takes_the_sums_place() -> None:
     order = []
 
