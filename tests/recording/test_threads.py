@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.hammering import CONTEXT, KEPT, hammer, jobs_of, near
-from support.models import build, tokens, two_layers
+from support.models import build, shallow, tokens, two_layers
 from support.patchers import Snapshot, works
 from torch import Tensor, nn
 
@@ -122,6 +122,35 @@ def test_what_another_thread_does_in_the_middle_of_a_pass(
 def test_two_threads_that_do_everything(family: str, update: str, calls: int) -> None:
     with ContextPatcher(two_layers(family), update) as patcher:
         assert not hammer(patcher, calls)
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "llama with dynamic RoPE"])
+def test_a_model_that_keeps_a_state_in_its_modules(name: str, pool: ThreadPoolExecutor) -> None:
+    """Recurrent states, and frequencies that depend on the longest sequence so far: neither is for
+    two passes at a time.
+    """
+    if name == "recurrent_gemma":
+        model: Any = shallow(name)
+    else:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        model = build(
+            "llama", num_hidden_layers=2, max_position_embeddings=12, rope_parameters=rope
+        )
+    ids = tokens(3, 2, 30) % 32
+    stop = Stopping()
+    last = model.model.layers[-1]
+    (last.mlp if hasattr(last, "mlp") else last.mlp_block).act_fn = stop
+    with ContextPatcher(model, "exact") as patcher, torch.no_grad():
+        patch = patcher.compute(CONTEXT % 32, KEPT % 32)
+        jobs = [
+            lambda: model(ids, use_cache=False).logits,
+            lambda: patcher.forward(patch.kept_ids, patch),
+        ]
+        expected = [job() for job in jobs]
+        for first, second in ((0, 1), (1, 0)):
+            found = in_the_middle(pool, stop, jobs[first], jobs[second])
+            assert near(found[0], expected[first])
+            assert near(found[1], expected[second])
 
 
 def test_detaching_waits_for_a_pass(pool: ThreadPoolExecutor) -> None:
