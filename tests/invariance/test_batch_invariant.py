@@ -116,3 +116,9 @@ def test_calls_and_models_that_are_refused() -> None:
     eager.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):
         batch_invariant(eager).__enter__()
+
+
+def test_dropout_in_attention_is_refused() -> None:
+    model = build("llama", attention_dropout=0.5).train()
+    with pytest.raises(UnsupportedModelError, match="rows that depend on their batch"):
+        batch_invariant(model).__enter__()
