@@ -148,7 +148,7 @@ def test_first_layer_is_the_papers_formula(family: str) -> None:
 
 
 @pytest.mark.parametrize("update", ["stable", "exact"])
-@pytest.mark.parametrize("family", ["gemma3", "mixtral", "recurrent_gemma"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "mixtral", "recurrent_gemma"])
 def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> None:
     """With a prefix that stays, several kept tokens, sliding windows, experts and recurrent
     states.

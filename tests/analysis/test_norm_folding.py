@@ -142,17 +142,6 @@ def test_layer_norm_formula() -> None:
     assert model.lm_head.bias is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_rms_norm_formula(family: str) -> None:
-    model = build(family, 0, torch.float64)
-    path = "post_attention_layernorm" if family == "llama" else "pre_feedforward_layernorm"
-    norm, reader = model.model.layers[0].get_submodule(path), model.model.layers[0].mlp.up_proj
-    scale, weight = norm.weight.detach() + (family == "gemma3"), reader.weight.detach().clone()
-    with fold(model):
-        assert torch.equal(reader.weight, weight * scale)
-        assert reader.bias is None
-
-
 @pytest.mark.parametrize("name", ["gemma3-vision", "llava"])
 def test_the_language_model_beside_a_vision_tower(name: str) -> None:
     """Its norms are folded, and its W_VO are those of the language model alone; the tower's norms

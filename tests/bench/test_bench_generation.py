@@ -3,7 +3,6 @@
 import copy
 import functools
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.numeric import noise_limit
+from support.chats import chat_model
+from support.numeric import noise_limit, on_a_gpu
 from torch import Tensor
 from transformers import (
     Gemma3TextConfig,
@@ -36,14 +36,9 @@ from icl_patch.bench.cases.models import RandomModel, SavedModel
 from icl_patch.bench.harness import Case
 from icl_patch.bench.results import Results, page
 from icl_patch.cli.main import main
-from icl_patch.evaluation import embedded
 from icl_patch.generation import graph_partition
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-on_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 QWEN = RandomModel("tiny qwen", Qwen3Config, 48, 72, 1, 4, 2, 12, 97)
 
 
@@ -86,7 +81,7 @@ def in_fp64(shape: RandomModel, ids: Tensor, device: torch.device) -> Tensor:
         return model(ids).logits[:, -1].to(device)
 
 
-@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_cuda)], ids=str)
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_a_gpu)], ids=str)
 @pytest.mark.parametrize(
     ("shape", "batch", "context"),
     [(QWEN, 3, 7), (GEMMA, 1, 11), (MIXTURE, 1, 7)],
@@ -162,11 +157,7 @@ def test_a_saved_model_takes_the_place_of_a_random_one(
 
 
 def test_a_whole_answer_has_the_tokens_of_the_model(tmp_path: Path) -> None:
-    folder = tmp_path / "chat-model"
-    shutil.copytree(embedded.MODEL_DIR, folder)
-    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    chosen = answer.cases(CPU, quick=False, model=str(folder))
+    chosen = answer.cases(CPU, quick=False, model=chat_model(tmp_path / "chat-model"))
     assert [case.name for case in chosen] == ["chat-model float32", "chat-model bfloat16"]
     assert answer.cases(CPU, quick=False) == []
     compared = chosen[0].build()

@@ -1,25 +1,21 @@
 """The three ways to give a context mean the same in every command and in Python."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.chats import chat_model
 from support.commands import run
 from transformers import GenerationMixin
 
-from icl_patch import ContextPatch, ContextPatcher, embedded
+from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.verify import verify
 from icl_patch.models.prompts import encode
 from icl_patch.static import LowRank, StaticInfo, StaticPatch
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<model>{% endif %}"
-)
 CONTEXT, QUESTION = "mode upper\n", "fmrp>"
 WAYS = {  # options, ask's arguments, the text before the kept one, the kept text
     "text": ([f"--context={CONTEXT}"], {"context": CONTEXT}, f"<bos>{CONTEXT}", QUESTION),
@@ -41,10 +37,7 @@ WAYS = {  # options, ask's arguments, the text before the kept one, the kept tex
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The embedded model with a chat template."""
-    path = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(embedded.MODEL_DIR, path)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return str(path)
+    return chat_model(tmp_path_factory.mktemp("chat") / "model")
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

@@ -222,21 +222,6 @@ def test_columns_are_root_mean_squares() -> None:
     assert sizes.of_block[0][0] == pytest.approx(first * 2**0.5)
 
 
-GIVEN = ("--context", CONTEXT, "--question", QUESTION)
-
-
-def test_a_file_is_replaced_with_force_alone(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    file.write_text("mine")
-    command = (*GIVEN, "--max-new-tokens", 1, "--update", "direct", "--out", file)
-    status, _, err = run(capsys, "report", *command)
-    assert status == 2 and "--force replaces" in err and file.read_text() == "mine"
-    status, out, _ = run(capsys, "report", *command, "--force", "--json")
-    numbers = json.loads(out)
-    assert status == 0 and file.stat().st_size == numbers["bytes"] > 10_000
-    assert numbers["verified"]["update"] == "direct" and len(numbers["groups"]) == 12
-
-
 PROBE = """<!DOCTYPE html><iframe src="report.html" width="390" height="800"></iframe><pre></pre>
 <script>
 onload = () => {

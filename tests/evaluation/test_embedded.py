@@ -71,17 +71,6 @@ def test_the_shipped_model_needs_its_context() -> None:
         assert right_answers(kind, with_context=False) <= embedded.CHANCE[kind] + 0.1
 
 
-def test_a_patch_carries_the_context() -> None:
-    """Without the context but with the patch the answers are those with the context, to the
-    letter.
-    """
-    model, tokenizer = embedded.load()
-    rows = demo.answer_each(model, tokenizer, demo.held_out(12))
-    assert [row["patched"] for row in rows] == [row["with_context"] for row in rows]
-    assert sum(row["patched"] == row["answer"] for row in rows) >= 0.9 * len(rows)
-    assert sum(row["without"] == row["answer"] for row in rows) <= 0.5 * len(rows)
-
-
 CHAT_ML = (
     "{% if messages[0]['role'] != 'system' %}<s>system\nAssist.</s>\n{% endif %}"
     "{% for turn in messages %}<s>{{ turn['role'] }}\n{{ turn['content'] }}</s>\n{% endfor %}"

@@ -5,25 +5,15 @@ shown is what was measured.
 import copy
 import json
 import math
-import sys
 from itertools import pairwise
 from pathlib import Path
 
+import linear_regression
 import pytest
+import regression_experiments as experiments
+import table_1
 import torch
-from support.numeric import ULP, UNIT, noise_limit, seeded
-from torch import Tensor, nn
-
-from icl_patch.evaluation import tiny_models
-
-ROOT = Path(__file__).parents[2]
-SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
-sys.path.insert(0, str(SCRIPTS))
-
-import linear_regression  # noqa: E402
-import regression_experiments as experiments  # noqa: E402
-import table_1  # noqa: E402
-from regression_models import (  # noqa: E402
+from regression_models import (
     Attention,
     Block,
     Recurrence,
@@ -32,6 +22,12 @@ from regression_models import (  # noqa: E402
     Tasks,
     sample,
 )
+from support.numeric import ULP, UNIT, noise_limit, seeded
+from torch import Tensor, nn
+
+from icl_patch.evaluation import tiny_models
+
+RESULTS = Path(__file__).parents[2] / "docs" / "papers"
 
 layers = pytest.mark.parametrize("layer", [Attention, Recurrence], ids=["attention", "rnn"])
 
@@ -207,44 +203,6 @@ def test_changes_and_alignment_are_those_of_matrices_written_out(
     reached = nn.functional.cosine_similarity(closest.flatten(1), changes[:, 12].flatten(1))
     assert against["inner_product_ceiling"]["mean"][-1] == pytest.approx(
         float(reached.mean()), abs=rounding
-    )
-
-
-@torch.no_grad()
-def test_factors_of_the_appendix_are_those_of_matrices_written_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """``W_i = W_{i-1} + (W_{i-1} ΔA(c_i)) z_iᵀ/‖z_i‖²`` (equation 27) matrix by matrix, with the
-    context cut short for every i.
-    """
-    sizes, model = experiments.QUICK, block()
-    monkeypatch.setattr(experiments, "trained_attention", lambda *_: (model, {}))
-    found = experiments.appendix_e(sizes, 0)
-    tasks = sample(sizes.trials, 12, seeded(experiments._TRIALS))
-    steps, cosines = [], []
-    for task in range(sizes.trials):
-        context, query = tasks.context[task : task + 1], tasks.query[None, task : task + 1]
-        z = [model.layer(context[:, i:], query)[0, 0].double() for i in range(13)]
-        weights = [model.first.weight.double()]
-        for before, after in pairwise(z):
-            weights.append(
-                weights[-1]
-                + torch.outer(weights[-1] @ (before - after), after) / after.square().sum()
-            )
-        assert same(weights[-1] @ z[-1], weights[0] @ z[0])
-        steps.append(torch.stack([(b - a).norm() for a, b in pairwise(weights)]))
-        grown = torch.outer(weights[0] @ (z[0] - z[-1]), z[-1]) / z[-1].square().sum()
-        cosines.append(
-            nn.functional.cosine_similarity(
-                (weights[-1] - weights[0]).flatten(), grown.flatten(), 0
-            )
-        )
-    rounding = 1024 * UNIT[torch.float32]  # of a product of twelve factors in fp32
-    assert torch.allclose(
-        torch.tensor(found["step"]["mean"]).double(), torch.stack(steps).mean(0), rtol=rounding
-    )
-    assert found["cosine"]["mean"][0] == pytest.approx(
-        float(torch.stack(cosines).mean()), abs=rounding
     )
 
 

@@ -4,24 +4,19 @@ random model.
 
 import json
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import discussion
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from pages import TEMPLATES
+from support.models import build
 
 from icl_patch import embedded
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "papers"))
-
-import discussion  # noqa: E402
-from pages import TEMPLATES  # noqa: E402
-
-RESULTS = ROOT / "docs" / "papers"
+RESULTS = Path(__file__).parents[2] / "docs" / "papers"
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +64,9 @@ def test_the_script_runs_on_a_small_model(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = embedded.load()[1]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        max_position_embeddings=2048,
-    )
     folder = tmp_path / "small"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    build("llama", vocab_size=len(tokenizer), **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     assert discussion.main([str(folder), "--quick", "--out", str(tmp_path)]) == 0

@@ -5,29 +5,24 @@ the committed results hold.
 import copy
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import goldwaser
+import goldwaser_experiments as experiments
+import goldwaser_shapes as shapes
 import numpy as np
 import pytest
 import torch
+from goldwaser_experiments import LAZY, MERGED, VARIANTS
+from support.generation import own_steps
 from support.models import build, tokens
 from support.numeric import UNIT, noise_limit
-from torch import nn
 
-from icl_patch import ContextPatcher, embedded, metrics, verify
-from icl_patch.evaluation import tiny_models
+from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation.baseline import BaselineRun
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
-sys.path.insert(0, str(SCRIPTS))
-
-import goldwaser  # noqa: E402
-import goldwaser_experiments as experiments  # noqa: E402
-import goldwaser_shapes as shapes  # noqa: E402
-from goldwaser_experiments import LAZY, MERGED, VARIANTS  # noqa: E402
+RESULTS = Path(__file__).parents[2] / "docs" / "papers"
 
 # -- the vision model's task
 
@@ -72,42 +67,6 @@ def test_inputs_are_those_of_gemma_3_and_the_loss_is_on_the_answers() -> None:
         assert not own[mask == 0].any()
 
 
-# -- contexts with images in the package
-
-
-@pytest.mark.parametrize("keep_last", [0, 2])
-def test_verify_takes_what_a_processor_makes_of_an_image(keep_last: int) -> None:
-    ids = tokens(0, 2, 11) % 90 + 1
-    ids[:, 2:6] = tiny_models.IMAGE_TOKEN
-    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "token_type_ids": (ids == tiny_models.IMAGE_TOKEN).long(),
-    }
-
-    def run(model: nn.Module, pixel_values: torch.Tensor) -> list[int]:
-        report = verify(
-            model,
-            embedded.load()[1],
-            context=inputs | {"pixel_values": pixel_values},
-            max_new_tokens=5,
-            keep_last=keep_last,
-        )
-        assert report.passed and report.bit_identical == 1
-        return [step.token_id for step in report.steps]
-
-    model = tiny_models.build("gemma3-vision", 0)
-    generated = model.generate(**inputs, pixel_values=pixels, max_new_tokens=5, do_sample=False)
-    seen = run(model, pixels)
-    assert seen == generated[:, ids.shape[1] :].flatten().tolist()
-    if keep_last:
-        # which are fp32; tokens of bf16 may differ, and all that follow
-        run(tiny_models.build("gemma3-vision", 0, torch.bfloat16), pixels)
-    else:
-        assert run(model, -pixels) != seen
-
-
 # -- how patches are held
 
 
@@ -131,8 +90,8 @@ def test_merged_weights_give_the_patched_logits_and_are_put_back(held: tuple) ->
 def test_exact_patches_held_as_vectors_are_bit_identical_and_rounding_costs_bits() -> None:
     model = build("gemma3", dtype=torch.bfloat16)
     ids = tokens(3, 2, 9)
-    logits = _generated(model, ids, 3)
     mask = torch.ones_like(ids, dtype=torch.bool)
+    logits = torch.stack(list(own_steps(model, ids, mask, 3)), 1)
     run = BaselineRun(ids, mask, {}, 0, logits, logits.argmax(-1))
     errors = experiments.measure(
         model, "exact", run, {name: VARIANTS[name] for name in (LAZY, MERGED)}
@@ -140,18 +99,6 @@ def test_exact_patches_held_as_vectors_are_bit_identical_and_rounding_costs_bits
     assert errors[LAZY].shape == (2, 3, 2)
     assert (errors[LAZY] == torch.tensor([1.0, 0])).all()
     assert (errors[MERGED][..., 1] > 0).all()
-
-
-@torch.no_grad()
-def _generated(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """The logits of greedy tokens by the model's own cache, the last token of the context apart."""
-    out = model(ids[:, :-1], use_cache=True)
-    chosen, logits = ids[:, -1:], []
-    for _ in range(count):
-        out = model(chosen, past_key_values=out.past_key_values, use_cache=True)
-        logits.append(out.logits[:, -1])
-        chosen = logits[-1].argmax(-1, keepdim=True)
-    return torch.stack(logits, 1)
 
 
 # -- the command

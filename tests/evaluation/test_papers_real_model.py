@@ -3,32 +3,28 @@ embedded model, and the committed page.
 """
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import real_changes as changes
+import real_experiments
+import real_fidelity as fidelity
+import real_prompts as prompts
+import real_runs as runs
+import real_statistics as statistics
 import torch
+from goldwaser_experiments import LAZY, MERGED
+from real_fidelity import KEPT, REPLAYS, RUNS
 from support.models import build, tokens
 from support.numeric import UNIT, normal, seeded
 from torch import nn
 
 from icl_patch import ContextPatcher, embedded, metrics
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
-sys.path.insert(0, str(SCRIPTS))
-
-import real_changes as changes  # noqa: E402
-import real_experiments  # noqa: E402
-import real_fidelity as fidelity  # noqa: E402
-import real_prompts as prompts  # noqa: E402
-import real_runs as runs  # noqa: E402
-import real_statistics as statistics  # noqa: E402
-from goldwaser_experiments import LAZY, MERGED  # noqa: E402
-from real_fidelity import KEPT, REPLAYS, RUNS  # noqa: E402
+RESULTS = Path(__file__).parents[2] / "docs" / "papers"
 
 # -- measures
 

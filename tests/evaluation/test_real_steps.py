@@ -1,22 +1,18 @@
 """The check of a real model, tried on a small one: references, and what it notices."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import real_steps
 import torch
+from real_steps import COMPUTE, ONE_PASS, TWO_PASSES, WAYS, Case, batch_of, references
 from support.models import build
 from support.numeric import bits, noise_limit
 from torch import Tensor
 
 from icl_patch import ContextPatcher, embedded, metrics
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import real_steps
-from real_steps import COMPUTE, ONE_PASS, TWO_PASSES, WAYS, Case, batch_of, references
 
 TOKENIZER = embedded.load()[1]
 RAGGED = Case("pages", 3, 20, True, 6)

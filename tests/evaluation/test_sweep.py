@@ -1,16 +1,10 @@
 """The sweep over the model classes of transformers: one type of each form, and the table."""
 
-import sys
-from pathlib import Path
-
 import pytest
+import sweep
 import torch
 import transformers
 from packaging.version import Version
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import sweep
 
 from icl_patch import ContextPatcher, UnsupportedModelError
 

@@ -7,15 +7,16 @@ import dataclasses
 import json
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.generation import own_steps, spoil_closing
 from support.models import build
 from support.numeric import noise_limit
 from torch import Tensor
-from transformers import DynamicCache
 
 from icl_patch import batch_invariant, embedded, metrics, verify
 from icl_patch.evaluation import demo, exact_steps, tiny_models
@@ -23,7 +24,7 @@ from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.generation.decode_step import DecodeResult, DecodeState, decode_one_token
-from icl_patch.recording import decode_recorder, updates
+from icl_patch.recording import updates
 from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit
 
@@ -76,23 +77,18 @@ def test_exact_steps_are_compared_with_the_model_in_each_arithmetic(
     report = verify(model, build_tokenizer(), **arguments)
     ids, mask = encode_contexts(build_tokenizer(), texts)
     tokens = torch.tensor([step.token_id for step in report.steps]).view(2, 3)
-    runs = {}
-    for name in ("model", "batch_invariant"):
-        cache, token, seen, logits = DynamicCache(config=model.config), ids[:, -1:], mask, []
-        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-        model(ids[:, :-1], mask[:, :-1].long(), positions[:, :-1], past_key_values=cache)
-        position = positions[:, -1:]
-        for following in tokens.unbind(1):
-            inside = batch_invariant(model, attention=False) if name != "model" else nullcontext()
-            with inside:
-                logits.append(model(token, seen.long(), position, past_key_values=cache).logits)
-            token, position = following.unsqueeze(1), position + 1
-            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
-        runs[name] = torch.cat(logits, 1)
+    around = {
+        "model": nullcontext,
+        "batch_invariant": partial(batch_invariant, model, attention=False),
+    }
+    runs = {
+        name: torch.stack(list(own_steps(model, ids, mask, 3, tokens.unbind(1), inside)), 1)
+        for name, inside in around.items()
+    }
     whole = torch.cat([ids, tokens[:, :-1]], 1)
-    positions = (seen[:, :-1].long().cumsum(1) - 1).clamp(min=0)
-    wide = copy.deepcopy(model).float()
-    fp32 = wide(whole, seen[:, :-1].long(), positions).logits[:, -3:]
+    seen = torch.cat([mask, mask.new_ones(2, 2)], 1).long()
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    fp32 = copy.deepcopy(model).float()(whole, seen, positions).logits[:, -3:]
     for steps in report.arithmetics:
         logits = runs[steps.arithmetic]
         assert steps.bit_identical == 1.0
@@ -119,15 +115,7 @@ def _spoilt(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 
 def test_exact_steps_that_miss_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block misses at every step: both rows are closed again, and nothing is left."""
-    own = decode_recorder._closed
-
-    def spoilt(alike: list) -> list:
-        closed = own(alike)
-        closed[0].factor[0, 0, 5] += 1.0
-        closed[0].misses[0, 0] += 1
-        return closed
-
-    monkeypatch.setattr(decode_recorder, "_closed", spoilt)
+    spoil_closing(monkeypatch, 0)
     model = build("llama", 0, vocab_size=RANDOM_VOCABULARY)
     texts = ["some context", "and another one"]
     report = verify(model, build_tokenizer(), context=texts, max_new_tokens=3)
@@ -148,19 +136,6 @@ def test_where_one_pass_is_not_possible_the_reason_stands(
     in_two_passes, in_one = report.arithmetics
     assert report.passed and in_two_passes.bit_identical == 1.0
     assert reason in in_one.reason and in_one.bit_identical is None
-
-
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
-@pytest.mark.parametrize("keep_last", [0, 3])
-@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
-def test_partial_contexts(update: str, keep_last: int, family: str) -> None:
-    model = build(family, 0, vocab_size=RANDOM_VOCABULARY)
-    texts = ["some context that matters", "and a longer one of another length"]
-    arguments = {"max_new_tokens": 3, "update": update, "keep_last": keep_last}
-    report = verify(model, build_tokenizer(), context=texts, **arguments)
-    assert report.passed
-    assert report.keep_last == keep_last
-    assert (report.bit_identical == 1.0) == (update == "exact")
 
 
 def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from support.chats import TEMPLATE
 
 from icl_patch import ContextPatcher, embedded
 
-TEMPLATE = "{{ '<' }}{% for m in messages %}{{ m['content'] | trim }}{% endfor %}{{ '>' }}"
 PROMPTS = [embedded.held_out_prompts(kind, 1)[0] for kind in embedded.KINDS]
 
 
@@ -27,20 +27,6 @@ def test_an_answer_and_its_patch(prompt: embedded.Prompt) -> None:
     with torch.no_grad():  # the question alone does not give it
         alone = model(answer.patch.kept_ids).logits[:, -new.shape[1] :].argmax(-1)
     assert not torch.equal(alone, new)
-
-
-def test_a_chat_template_stands_before_the_context() -> None:
-    prompt = PROMPTS[0]
-    model, tokenizer = embedded.load()
-    tokenizer.chat_template = TEMPLATE
-    text = f"<{(prompt.context + prompt.question).strip()}>"
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    plain = model.generate(ids, max_new_tokens=3, do_sample=False)[:, ids.shape[1] :]
-    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
-        answer = patcher.ask(prompt.context, prompt.question, chat=True, max_new_tokens=3)
-    assert torch.equal(answer.token_ids, plain)
-    kept = tokenizer.decode(answer.patch.kept_ids[0])
-    assert kept == f"{prompt.question.strip()}>{tokenizer.decode(plain[0, :-1])}"
 
 
 def test_what_ask_refuses() -> None:
@@ -87,17 +73,6 @@ def test_what_a_tokenizer_returns_is_taken_by_its_own_names() -> None:
     assert int(step.token_ids) == int(expected) == int(logits[0, -1].argmax())
 
 
-def test_padding_by_transformers_names() -> None:
-    model, tokenizer = embedded.load()
-    tokenizer.padding_side = "left"
-    texts = ["mode upper\nfmrp>", "mode flip\nbcd>"]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    expected = model.generate(**batch, max_new_tokens=3, do_sample=False)[:, -3:]
-    with ContextPatcher(model) as patcher:
-        steps = list(patcher.generate(**batch, max_new_tokens=3))
-    assert torch.equal(torch.stack([step.token_ids for step in steps], 1), expected)
-
-
 def test_a_patcher_says_what_it_is_attached_to() -> None:
     model, _ = embedded.load()
     patcher = ContextPatcher(model, "stable")
@@ -108,10 +83,7 @@ def test_a_patcher_says_what_it_is_attached_to() -> None:
 
 def test_a_system_message_and_several_turns() -> None:
     model, tokenizer = embedded.load()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<model>{% endif %}"
-    )
+    tokenizer.chat_template = TEMPLATE
     turns = [("user", "bcdf>"), ("assistant", "BCDF"), ("user", "fmrp>")]
     messages = [{"role": role, "content": text} for role, text in turns]
     with ContextPatcher(model, tokenizer=tokenizer) as patcher:

@@ -1,20 +1,20 @@
 """Exact decode steps in one pass: bit for bit the same model on batch-invariant functions."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from support import realistic_weights
+from support.generation import own_steps, spoil_closing
 from support.models import build, ragged, shallow, tokens
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, batch_invariant
+from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.loop import GenerationStep
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
-from icl_patch.recording import decode_recorder, updates
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # every kind of writer that one pass serves, a Conv1D, norms in all places, fused and absent gates,
@@ -41,28 +41,12 @@ def steps_of(
     return patcher.generate(ids, do_sample=False, **arguments)
 
 
-@torch.no_grad()
 def batch_invariant_logits(
-    model: PreTrainedModel, chosen: list[Tensor], ids: Tensor = IDS, **options: bool
+    model: PreTrainedModel, chosen: list[Tensor], ids: Tensor = IDS, attention: bool = False
 ) -> Iterator[Tensor]:
     """The model's own decode steps on batch-invariant functions, after its own prompt."""
-    mask, cache = MASK, DynamicCache(config=model.config)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    model(
-        ids[:, :-1],
-        attention_mask=mask[:, :-1].long(),
-        position_ids=positions[:, :-1],
-        past_key_values=cache,
-    )
-    token, position = ids[:, -1:], positions[:, -1:]
-    for following in chosen:
-        with batch_invariant(model, **{"attention": False} | options):
-            logits = model(
-                token, attention_mask=mask.long(), position_ids=position, past_key_values=cache
-            ).logits[:, -1]
-        yield logits
-        token, position = following.unsqueeze(1), position + 1
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    around = partial(batch_invariant, model, attention=attention)
+    return own_steps(model, ids, MASK, len(chosen), chosen, around)
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
@@ -126,34 +110,15 @@ def test_a_row_replays_alike_in_any_batch() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_moe"])
 def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block's factor is spoilt: the blocks are closed again, and the replay is right."""
-    own = decode_recorder._closed
-
-    def spoilt(alike: list) -> list[updates.Closed]:
-        closed = own(alike)
-        closed[-1].factor[0, 0, 5] += 1.0
-        closed[-1].misses[0, 0] += 1
-        return closed
-
     with ContextPatcher(shallow(family)) as patcher:
         expected = list(steps_of(patcher))
-        monkeypatch.setattr(decode_recorder, "_closed", spoilt)
+        spoil_closing(monkeypatch, -1)
         for step, other in zip(steps_of(patcher), expected, strict=True):
             patch = step.patch
             assert (patch.passes, patch.info.arithmetic) == (2, BATCH_INVARIANT)
             assert patch.report is not None and not patch.report.misses.any()
             assert torch.equal(step.logits, other.logits)
             assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], other.logits)
-
-
-def test_files_replay_on_another_copy_of_the_model(tmp_path: Path) -> None:
-    with ContextPatcher(build("llama")) as patcher:
-        steps = list(steps_of(patcher, 2))
-    with ContextPatcher(build("llama")) as other:
-        for step in steps:
-            step.patch.save(tmp_path / "patch.safetensors")
-            patch = ContextPatch.load(tmp_path / "patch.safetensors")
-            assert patch.info.arithmetic == BATCH_INVARIANT
-            assert torch.equal(other.forward(patch.kept_ids, patch)[:, -1], step.logits)
 
 
 def test_where_it_does_not_go() -> None:

@@ -2,59 +2,29 @@
 
 import pytest
 import torch
-from support.models import build, case, ragged, tokens
+from support.generation import own_steps
+from support.models import build, ragged, tokens
 from support.numeric import noise_floor, noise_limit
-from support.patchers import families, updates, works
-from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig
+from support.patchers import families, updates
 
 from icl_patch import ContextPatcher, metrics
-
-
-def plain_generation(
-    model: nn.Module, ids: Tensor, mask: Tensor, steps: int, *, split: bool
-) -> tuple[Tensor, Tensor]:
-    """``model.generate``'s tokens (B, steps) and logits (B, steps, V); with ``split`` over a cache
-    that holds all tokens but the last.
-    """
-    settings = GenerationConfig(
-        max_new_tokens=steps,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-        eos_token_id=None,
-    )
-    cache = DynamicCache(config=model.config)
-    if split:
-        positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, :-1]
-        with torch.no_grad():
-            model(
-                ids[:, :-1],
-                attention_mask=mask[:, :-1].long(),
-                position_ids=positions,
-                past_key_values=cache,
-            )
-    model.generation_config.eos_token_id = None
-    found = model.generate(
-        ids, attention_mask=mask.long(), generation_config=settings, past_key_values=cache
-    )
-    return found.sequences[:, ids.shape[1] :], torch.stack(found.logits, 1)
 
 
 @families
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) -> None:
-    """Not only the tokens of ``model.generate`` but the bits of its logits, where the context is
-    cached in the same split.
+    """Not only the tokens of ``model.generate`` but the bits of the model's own steps, where the
+    context is cached in the same split.
     """
     model, ids, mask = build(family, 1, dtype), tokens(7, 3, 12), ragged(3, 12, side="left")
-    expected_ids, expected = plain_generation(model, ids, mask, 12, split=True)
-    at_once, _ = plain_generation(model, ids, mask, 12, split=False)
+    expected = torch.stack(list(own_steps(model, ids, mask, 12)), 1)
+    settings: dict = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    at_once = model.generate(ids, attention_mask=mask.long(), **settings)[:, ids.shape[1] :]
+    expected_ids = expected.argmax(-1)
     with ContextPatcher(model, "exact") as patcher:
-        steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=12, mode="two_pass"))
+        steps = list(patcher.generate(ids, context_mask=mask, mode="two_pass", **settings))
     assert torch.equal(torch.stack([step.token_ids for step in steps], 1), expected_ids)
-    assert torch.equal(torch.stack([step.logits for step in steps], 1), expected.to(dtype))
+    assert torch.equal(torch.stack([step.logits for step in steps], 1), expected)
     # a token of bf16 may differ where the context is run at once, and all that follow
     if dtype == torch.float32:
         assert torch.equal(expected_ids, at_once)
@@ -84,52 +54,6 @@ def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
                 assert torch.equal(logits, step.logits)
             assert metrics.linf(logits, step.logits).max() <= limit
             current = step.token_ids
-
-
-@families
-@updates
-def test_a_context_of_one_token(family: str, update: str) -> None:
-    """At the first step there is nothing to absorb and the readers stay as they are; after it there
-    is.
-    """
-    model, ids = build(family), tokens(9, 2, 1)
-    with torch.no_grad():
-        bare = model(ids).logits[:, -1]
-    with ContextPatcher(model, update) as patcher:
-        first, second = patcher.generate(ids, max_new_tokens=2)
-        with torch.no_grad():
-            followed = model(torch.cat([ids, first.token_ids.unsqueeze(1)], 1)).logits[:, -1]
-    limit = noise_limit(model)
-    assert metrics.linf(first.logits, bare).max() <= limit < metrics.linf(second.logits, bare).max()
-    assert metrics.linf(second.logits, followed).max() <= limit
-    before, after = first.patch.norms(), second.patch.norms()
-    assert all(
-        before[reader].max() <= limit * after[reader].max()
-        for reader in ("mlp.gate_proj", "mlp.up_proj")
-    )
-    assert min(float(norm.max()) for norm in after.values()) > 1e-2
-
-
-@families
-@updates
-def test_two_generations_do_not_mix(family: str, update: str) -> None:
-    """Step by step in turn, with replays and a computation in between, they are what each is
-    alone.
-    """
-    first, second = tokens(10, 2, 6), tokens(11, 3, 9)
-    with ContextPatcher(build(family), update) as patcher:
-        alone = [list(patcher.generate(ids, max_new_tokens=3)) for ids in (first, second)]
-        generations = [patcher.generate(ids, max_new_tokens=3) for ids in (first, second)]
-        for number in range(3):
-            for steps, generation in zip(alone, generations, strict=True):
-                step = next(generation)
-                patcher.forward(step.patch.kept_ids, step.patch)
-                works(patcher, case("single"))
-                assert torch.equal(step.logits, steps[number].logits)
-                for layer, expected in zip(
-                    step.patch.layers, steps[number].patch.layers, strict=True
-                ):
-                    assert all(torch.equal(layer[name], expected[name]) for name in expected)
 
 
 @families

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.generation import prefilled
 from support.models import build, ragged, tokens
 from support.numeric import noise_limit
 from support.patchers import IDS, works
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -28,10 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics
 from icl_patch.evaluation import embedded
-from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.loop import GenerationStep
-from icl_patch.generation.one_pass import DecodeMode, StepInputs
 from icl_patch.models import kv_cache
 
 MASK = ragged(3, 9, side="left")
@@ -124,29 +119,6 @@ def test_the_models_own_configuration_holds() -> None:
         assert len(list(patcher.generate(IDS, stopping_criteria=one_more))) == 1
 
 
-def test_a_stopping_criterion_sees_tokens_and_ends_rows() -> None:
-    seen: list[Tensor] = []
-
-    class Third(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            seen.append(input_ids.clone())
-            return torch.tensor([input_ids.shape[1] >= IDS.shape[1] + 3, False])
-
-    model = build("llama")
-    with ContextPatcher(model, "stable") as patcher:
-        arguments = {
-            "stopping_criteria": StoppingCriteriaList([Third()]),
-            "eos_token_id": 96,
-            "pad_token_id": 0,
-            "do_sample": False,
-        }
-        steps = list(patcher.generate(IDS, max_new_tokens=5, **arguments))
-    assert torch.equal(seen[-1], torch.cat([IDS, stream(steps)], 1))
-    assert [step.ended.tolist() for step in steps] == [[False, False]] * 2 + [[True, False]] * 2 + [
-        [True, True]
-    ]
-
-
 class Collector(BaseStreamer):
     def __init__(self) -> None:
         self.got: list[Tensor] = []
@@ -187,13 +159,16 @@ def test_streamers_are_ended_whatever_happens() -> None:
     assert [collector.ended for collector in collectors] == [1] * 3
 
 
-class _Scores(StoppingCriteria):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+class Third(StoppingCriteria):
+    """Ends the first row at its third token."""
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_kwargs: Any) -> Tensor:
-        self.seen.append(scores if scores is None else [x.clone() for x in scores])
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Any]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        scores = scores if scores is None else [x.clone() for x in scores]
+        self.seen.append((input_ids.clone(), scores))
+        return torch.tensor([input_ids.shape[1] >= IDS.shape[1] + 3, False])
 
 
 @pytest.mark.parametrize(
@@ -201,20 +176,24 @@ class _Scores(StoppingCriteria):
     [{}, {"output_scores": True, "return_dict_in_generate": True}],
     ids=["without", "with"],
 )
-def test_criteria_see_the_scores_that_were_asked_for(wanted: dict) -> None:
-    model, theirs, ours = build("llama"), _Scores(), _Scores()
-    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None} | wanted
+def test_criteria_see_tokens_and_the_scores_that_were_asked_for_and_end_rows(wanted: dict) -> None:
+    model, theirs, ours = build("llama"), Third(), Third()
+    arguments = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": 96, "pad_token_id": 0}
+    arguments |= wanted
     model.generate(IDS, stopping_criteria=StoppingCriteriaList([theirs]), **arguments)
+    criteria = StoppingCriteriaList([ours])
     with ContextPatcher(model, "exact") as patcher:
-        list(patcher.generate(IDS, stopping_criteria=StoppingCriteriaList([ours]), **arguments))
+        steps = list(patcher.generate(IDS, stopping_criteria=criteria, **arguments))
     limit = noise_limit(model)
-    assert len(ours.seen) == len(theirs.seen) == 4
-    for one, other in zip(ours.seen, theirs.seen, strict=True):
+    for (ids, scores), (expected_ids, expected) in zip(ours.seen, theirs.seen, strict=True):
+        assert torch.equal(ids, expected_ids)
         if not wanted:
-            assert one is other is None
+            assert scores is expected is None
         else:
-            assert len(one) == len(other)
-            assert all(metrics.linf(x, y).max() <= limit for x, y in zip(one, other, strict=True))
+            pairs = zip(scores, expected, strict=True)
+            assert all(metrics.linf(x, y).max() <= limit for x, y in pairs)
+    ended = [[False, False]] * 2 + [[True, False]] * 2 + [[True, True]]
+    assert [step.ended.tolist() for step in steps] == ended
 
 
 def test_more_tokens_than_the_model_has_positions_for() -> None:
@@ -269,39 +248,6 @@ def test_stop_strings_end_rows_as_in_transformers() -> None:
         pytest.raises(ValueError, match="expected a tokenizer with stop_strings"),
     ):
         patcher.generate(**inputs, **arguments)
-
-
-def test_a_step_on_a_fixed_cache_waits_for_nothing_and_moves_no_buffer() -> None:
-    """What a CUDA graph needs: no number is read from a tensor during the pass, and all that lives
-    on stays where it is.
-    """
-    for way in (DecodeMode.SHARED_CACHE, DecodeMode.TWO_STREAM):
-        model, ids = build("llama"), tokens(0, 3, 9)
-        with ContextPatcher(model, "stable") as patcher, torch.no_grad():
-            state = prefilled(patcher, ids, MASK, 14, way, reserve=False)
-            # no compiler: the step on the fixed cache as it is
-            use_compiled_step(patcher.plans, state, ())
-
-            def places(step_inputs: StepInputs = state.inputs) -> list[int]:
-                held = [
-                    step_inputs.current,
-                    step_inputs.positions,
-                    step_inputs.mask,
-                    step_inputs.slot,
-                ]
-                layers: list[Any] = step_inputs.cache.layers
-                held += [x for layer in layers for x in (layer.keys, layer.values)]
-                return [x.data_ptr() for x in held]
-
-            before = places()
-            for column in (8, 7, 6):
-                decode_one_token(state, ids[:, column])
-            assert places() == before
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                made = state.run()
-                assert made.logits.shape == (3, model.config.vocab_size)
-                with pytest.raises(DataDependentOutputException):  # this would notice
-                    bool(made.maybe_infeasible)
 
 
 def test_an_ended_row_is_nobodys_error() -> None:

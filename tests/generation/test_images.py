@@ -3,17 +3,78 @@
 from typing import Any
 
 import pytest
+import sweep
 import torch
 import transformers
-from support import image_models
-from support.numeric import noise_limit, replay_error
+from support.numeric import noise_limit, replay_error, seeded
+from torch import Tensor
 
 from icl_patch import ContextPatcher, metrics, verify
 from icl_patch.evaluation import embedded, tiny_models
 from icl_patch.generation import graph_partition
 
+IMAGE, START, END = 96, 94, 95
+KINDS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+
+
+def image_model(kind: str) -> Any:
+    """A model of one of KINDS, whose images come as patches of 96 numbers, four for each token."""
+    vision = {"num_heads": 2, "patch_size": 4, "temporal_patch_size": 2, "depth": 2}
+    own = {
+        "Qwen2VL": {"hidden_size": 32, "embed_dim": 16, "mlp_ratio": 2, "in_channels": 3},
+        "Qwen2_5_VL": {"hidden_size": 16, "out_hidden_size": 32},
+        "Qwen3VL": {
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    }[kind]
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**tiny_models._COMMON, "num_hidden_layers": 2, "rope_parameters": rope},
+        vision_config=vision | own,
+        image_token_id=IMAGE,
+        video_token_id=93,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForImageTextToText.from_config(config)
+    tiny_models.randomise(model)
+    model.lm_head.weight.data[90:] = (
+        0  # it never chooses a token that stands for a part of an image
+    )
+    return model.eval()
+
+
+def one_image() -> dict[str, Tensor]:
+    """A processor's output for one row with an image of 2 x 2 tokens, which take two positions."""
+    return _processed([[5, START, *[IMAGE] * 4, END, 6]], [[1, 4, 4]])
+
+
+def ragged_images() -> dict[str, Tensor]:
+    """The same of two rows: images of 2 x 2 and 2 x 4 tokens, the first row with padding."""
+    short, long = [5, START, *[IMAGE] * 4, END, 6], [7, 8, START, *[IMAGE] * 8, END, 9]
+    return _processed([[0] * 5 + short, long], [[1, 4, 4], [1, 4, 8]])
+
+
+def _processed(rows: list[list[int]], grids: list[list[int]]) -> dict[str, Tensor]:
+    ids, grid = torch.tensor(rows), torch.tensor(grids)
+    patches = int(grid.prod(1).sum())
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "pixel_values": torch.randn(patches, 96, generator=seeded(0)),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }
+
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-BATCHES = {"one": image_models.one_image, "ragged": image_models.ragged_images}
+BATCHES = {"one": one_image, "ragged": ragged_images}
 
 
 def generated(model: Any, inputs: dict[str, Any]) -> Any:
@@ -30,10 +91,10 @@ MODES = {
 
 @pytest.mark.parametrize(
     ("kind", "batch"),
-    [*((kind, "ragged") for kind in image_models.KINDS), (image_models.KINDS[0], "one")],
+    [*((kind, "ragged") for kind in KINDS), (KINDS[0], "one")],
 )
 def test_generates_as_the_model_with_its_images(kind: str, batch: str) -> None:
-    model, inputs = image_models.build(kind), BATCHES[batch]()
+    model, inputs = image_model(kind), BATCHES[batch]()
     own = generated(model, inputs)
     other = generated(model, inputs | {"pixel_values": -inputs["pixel_values"]})
     assert metrics.linf(other.logits[0], own.logits[0]).max() > 0.01  # the image matters
@@ -56,7 +117,7 @@ def test_a_compiled_step_goes_on_from_the_positions_of_images(
 ) -> None:
     """The traced graphs run as they are, which shows their positions."""
     monkeypatch.setattr(graph_partition, "BACKEND", "eager")
-    model, inputs = image_models.build("Qwen2VL"), image_models.ragged_images()
+    model, inputs = image_model("Qwen2VL"), ragged_images()
     own = generated(model, inputs)
     with ContextPatcher(model, "stable") as patcher:
         steps = patcher.generate(**inputs, **GREEDY, mode=mode, compile=True)
@@ -64,10 +125,10 @@ def test_a_compiled_step_goes_on_from_the_positions_of_images(
     assert torch.equal(tokens, own.sequences[:, inputs["input_ids"].shape[1] :])
 
 
-@pytest.mark.parametrize("kind", image_models.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keep_last", [0, 1])
 def test_verify_replays_behind_images(kind: str, keep_last: int) -> None:
-    model, inputs = image_models.build(kind), image_models.ragged_images()
+    model, inputs = image_model(kind), ragged_images()
     report = verify(
         model, embedded.load()[1], context=inputs, max_new_tokens=4, keep_last=keep_last
     )
@@ -77,7 +138,7 @@ def test_verify_replays_behind_images(kind: str, keep_last: int) -> None:
 
 
 def test_images_without_the_types_of_their_tokens_are_refused() -> None:
-    model, inputs = image_models.build("Qwen2VL"), image_models.one_image()
+    model, inputs = image_model("Qwen2VL"), one_image()
     with ContextPatcher(model, "stable") as patcher:
         types = inputs.pop("mm_token_type_ids")
         with pytest.raises(ValueError, match="expected mm_token_type_ids beside pixel_values"):
@@ -97,16 +158,7 @@ def test_types_of_text_that_later_tokens_would_not_have_are_refused() -> None:
         pytest.raises(ValueError, match="expected no token_type_ids for GPT2LMHeadModel"),
     ):
         patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)
-    config = transformers.BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        is_decoder=True,
-    )
-    torch.manual_seed(0)
-    model: Any = transformers.BertLMHeadModel(config).eval()
+    model = sweep.build("bert", {})
     own = generated(model, {"input_ids": ids}).sequences[:, ids.shape[1] :]
     with ContextPatcher(model, "stable") as patcher:
         steps = patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)

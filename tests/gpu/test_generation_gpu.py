@@ -3,14 +3,11 @@
 import pytest
 import torch
 from support.models import build, ragged, tokens
-from support.numeric import noise_floor, noise_limit, replay_error
+from support.numeric import noise_floor, noise_limit, on_a_gpu, replay_error
 
 from icl_patch import ContextPatcher, metrics
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,17 +1,32 @@
-"""The main claim on a CUDA device."""
+"""Models on a CUDA device: the main claim and static patches; and models whose layers are on two
+devices, or offloaded to the CPU: the bits of one device.
+"""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.models import CASES, FAMILIES, build, case
-from support.numeric import replay_limit
+from support.models import CASES, FAMILIES, build, case, tokens
+from support.numeric import on_a_gpu, replay_limit
+from support.offload import imported_accelerate, results
+from support.static import random_examples
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from icl_patch import ContextPatcher, metrics
+from icl_patch.static import Distillation, StaticPatch, fit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+CONTEXT, KEPT = tokens(1, 2, 9), tokens(2, 2, 4)
+# of fits that are compared between devices
+FIT: dict[str, Any] = {
+    "rank": 2,
+    "preserve": tokens(7, 5, 5).tolist(),
+    "accept_worse": True,
+    "distillation": Distillation(steps=4, check_every=2, dtype=torch.float32),
+}
 
 
 def on_device(arguments: dict) -> dict:
@@ -52,3 +67,57 @@ def test_a_patch_moves_between_devices() -> None:
         assert torch.equal(
             patcher.forward(back.kept_ids, back), patcher.forward(patch.kept_ids, patch)
         )
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_every_way_of_a_static_patch(family: str, tmp_path: Path) -> None:
+    examples = random_examples()
+    model = build(family).cuda()
+    patch = fit(model, examples, **FIT)
+    on_cpu = fit(build(family), examples, **FIT)
+    assert fit(model, examples, **FIT, start=on_cpu).rank == 2
+    for path, change in patch.changes.items():
+        expected = on_cpu.changes[path].dense()
+        # fp32 passes on both devices, before gradient steps
+        assert (change.dense().cpu() - expected).norm() < 0.05 * expected.norm()
+    patch.save(tmp_path / "patch.safetensors")
+    loaded = StaticPatch.load(tmp_path / "patch.safetensors", model)
+    with torch.no_grad():
+        with loaded.applied(model):
+            applied = model(CONTEXT.cuda()).logits
+        patch.to_peft(tmp_path / "lora", model)
+        merged = patch.merge(model)(CONTEXT.cuda()).logits
+    limit = 1e-4 * applied.abs().max()
+    assert (merged - applied).abs().max() <= limit
+
+
+def spread(model: PreTrainedModel, other: str) -> PreTrainedModel:
+    """Every second block of a model on another device than the rest."""
+    names = [name for name, _ in model.model.named_children() if name != "layers"]
+    device_map = dict.fromkeys(["lm_head", *(f"model.{name}" for name in names)], "cuda:0")
+    for number in range(len(model.model.layers)):
+        device_map[f"model.layers.{number}"] = other if number % 2 else "cuda:0"
+    return imported_accelerate().dispatch_model(model, device_map)
+
+
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize(
+    "other", [pytest.param("cuda:1", marks=needs_two, id="two_devices"), "cpu"]
+)
+def test_the_bits_of_one_device_spread_or_offloaded(
+    other: str, family: str, update: str, tmp_path: Path
+) -> None:
+    ids = CONTEXT.cuda(), KEPT.cuda()
+    expected, expected_file = results(build(family).cuda(), update, ids, tmp_path / "x")
+    got, file = results(spread(build(family), other), update, ids, tmp_path / "y")
+    assert file == expected_file
+    assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(got, expected, strict=True))
+
+
+@needs_two
+def test_a_static_patch_fitted_on_two_devices() -> None:
+    models = (build("llama").cuda(), spread(build("llama"), "cuda:1"))
+    fits = [fit(model, random_examples(), **FIT) for model in models]
+    for path, change in fits[0].changes.items():
+        assert torch.equal(change.dense().cpu(), fits[1].changes[path].dense().cpu())

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 from support.inversion import ROOT_ULP, check_rows, mixed_rows, same_rows
-from support.numeric import every_dtype, normal, same_bits, seeded
+from support.numeric import every_dtype, normal, on_a_gpu, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import ops
@@ -16,8 +16,7 @@ from icl_patch.ops import InversionStatus as Status
 from icl_patch.ops import native
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *on_a_gpu,
     pytest.mark.skipif(not native.cuda_architectures, reason=native.describe()),
 ]
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from support.kernel_checks import *  # noqa: F403
 from support.kernel_checks import linear_case, rows_keep_their_bits
 from support.linear_cases import check_linear
-from support.numeric import UNIT, normal, same_bits, seeded, within_roundings
+from support.numeric import UNIT, normal, on_a_gpu, same_bits, seeded, within_roundings
 from torch import Tensor
 
 from icl_patch import kernels
@@ -22,8 +22,7 @@ from icl_patch.kernels.runtime.config import config_for
 from icl_patch.kernels.runtime.launching import INTERPRETED
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *on_a_gpu,
     pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set"),
 ]
 

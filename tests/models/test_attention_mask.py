@@ -7,11 +7,9 @@ import threading
 import pytest
 import torch
 from support.models import build, shallow, tokens
-from support.numeric import noise_limit
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as TABLE
 from transformers.models.bloom import modeling_bloom
 
-from icl_patch import metrics
 from icl_patch.models.attention_mask import Visibility, restricted_attention
 from icl_patch.recording.residual_sum import ResidualSum
 
@@ -51,28 +49,6 @@ def test_another_thread_sees_nothing_of_it() -> None:
         thread.start()
         thread.join()
     assert torch.equal(found[0], expected)
-
-
-@torch.no_grad()
-def test_hidden_tokens_are_as_if_they_were_not_there() -> None:
-    """Against the model on the other tokens alone, at their positions."""
-    for family in ("llama", "gemma2", "bloom", "falcon-rw", "gptj"):
-        model, ids = shallow(family), tokens(0, 2, 7)
-        visible = torch.ones(2, 7, dtype=torch.bool)
-        visible[:, :3] = False
-        with restricted_attention(model, Visibility(visible)):
-            logits = model(ids).logits[:, 3:]
-        everything, limit = model(ids).logits[:, 3:], noise_limit(model)
-        alone = Visibility(
-            torch.ones(2, 4, dtype=torch.bool), slots := torch.arange(3, 7).expand(2, -1), slots
-        )
-        given = {} if family == "bloom" else {"position_ids": slots}
-        with restricted_attention(model, alone):
-            others = model(
-                ids[:, 3:], attention_mask=torch.ones(2, 4, dtype=torch.long), **given
-            ).logits
-        assert metrics.linf(others, logits).max() <= limit, family
-        assert metrics.linf(everything, logits).max() > limit, family
 
 
 # -- sums

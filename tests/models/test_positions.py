@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sweep
 import torch
 import transformers
 from packaging.version import Version
@@ -47,12 +48,8 @@ def gemma3() -> PreTrainedModel:
 
 def phimoe() -> PreTrainedModel:
     """A scale of queries and keys that switches with the factors."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     rope = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.7}
-    config = transformers.PhimoeConfig(
-        **tiny_models._COMMON | TWO_LAYERS, **experts, **LENGTH, rope_parameters=rope
-    )
-    return randomised(transformers.PhimoeForCausalLM, config)
+    return sweep.build("phimoe", {"rope_parameters": rope} | LENGTH | TWO_LAYERS)
 
 
 longropes = pytest.mark.parametrize("make", [phi3, gemma3, phimoe])
@@ -213,22 +210,10 @@ def test_dynamic_ntk_is_refused_where_its_frequencies_depend_on_other_calls() ->
 # -- positions from the padding id on
 
 PADDING = 1
-ROBERTA: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "type_vocab_size": 2,
-    "max_position_embeddings": 30,
-    "pad_token_id": PADDING,
-    "is_decoder": True,
-}
 
 
-def roberta(kind: str) -> PreTrainedModel:
-    config = getattr(transformers, f"{kind}Config")(**ROBERTA)
-    return randomised(getattr(transformers, f"{kind}ForCausalLM"), config)
+def roberta() -> PreTrainedModel:
+    return sweep.build("roberta", {"max_position_embeddings": 30, "pad_token_id": PADDING})
 
 
 @torch.no_grad()
@@ -242,7 +227,7 @@ def left_alone(model: nn.Module, sequences: Sequences) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["two_stream", "shared_cache"])
 def test_generation_with_positions_from_the_padding_id_on(mode: str) -> None:
-    model, ids = roberta("Roberta"), IDS.where(IDS != PADDING, 2)
+    model, ids = roberta(), IDS.where(IDS != PADDING, 2)
     with ContextPatcher(model, "stable") as patcher:
         steps = list(patcher.generate(ids, context_mask=MASK, mode=mode, **GENERATE))
     made = torch.stack([step.token_ids for step in steps], 1)
@@ -255,7 +240,7 @@ def test_what_positions_from_the_padding_id_on_leave_no_room_for() -> None:
     """Two rows of the position embeddings are before the first token's; the padding id as a token
     has none.
     """
-    with ContextPatcher(roberta("Roberta"), "stable") as patcher:
+    with ContextPatcher(roberta(), "stable") as patcher:
         patcher.compute(tokens(0, 1, 25) + 2, torch.tensor([[4, 5, 6]]))
         with pytest.raises(
             ValueError,

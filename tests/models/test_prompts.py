@@ -20,11 +20,6 @@ STRICT_QWEN = (
     "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
     "{{ raise_exception('No user query found') }}{% endif %}" + SMOLLM2
 )
-LLAMA3 = (
-    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
-    "{{ '<|h|>' + m.role + '<|/h|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|h|>assistant<|/h|>\n\n' }}{% endif %}"
-)
 _GEMMA = (
     "{% set name = 'model' if m.role == 'assistant' else m.role %}"
     "{{ '<turn>' + name + '\n' + (front if loop.first else '') + m.content | trim + '</turn>\n' }}"
@@ -73,7 +68,6 @@ def chatml(*turns: str) -> str:
 
 
 ASK = f"user {QUESTION}"
-LLAMA_ASK = f"<|h|>user<|/h|>\n\n{QUESTION}<|eot|><|h|>assistant<|/h|>\n\n"
 GEMMA_END = f"{QUESTION}</turn>\n<turn>model\n"
 SYSTEM_CASES = {  # template: what stands before the kept text, the kept text, without the context
     "smollm2": (
@@ -87,12 +81,6 @@ SYSTEM_CASES = {  # template: what stands before the kept text, the kept text, w
         f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n",
         f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
         chatml("system You are SmolLM.", ASK),
-    ),
-    "llama 3": (
-        LLAMA3,
-        f"<bos><|h|>system<|/h|>\n\n{SYSTEM}<|eot|>",
-        LLAMA_ASK,
-        f"<bos>{LLAMA_ASK}",
     ),
     "gemma 3": (
         GEMMA3,
@@ -134,11 +122,6 @@ CONTEXT_CASES = {
         SMOLLM2,
         "<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n Two moons. ",
         f"{QUESTION} <|im_end|>\n<|im_start|>assistant\n",
-    ),
-    "llama 3": (
-        LLAMA3,
-        "<bos><|h|>user<|/h|>\n\nTwo moons. ",
-        LLAMA_ASK.split("\n\n", 1)[1],
     ),
     "gemma 2": (GEMMA2, "<bos><turn>user\nTwo moons. ", GEMMA_END),
     "gemma 3": (GEMMA3, "<bos><turn>user\nTwo moons. ", GEMMA_END),

@@ -104,14 +104,6 @@ def test_extremes(dtype: torch.dtype) -> None:
     assert ops.decode_attention(one, key, value).isnan().all()
 
 
-def test_gradients_come_from_the_formula() -> None:
-    query, key, value, _ = problem((2, 4, 2, 5, 3, 3), torch.float64)
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    mask[0, :3] = False
-    leaves = [x.requires_grad_() for x in (query, key, value)]
-    assert torch.autograd.gradcheck(lambda *x: ops.decode_attention(*x, mask), leaves)
-
-
 @needs_native
 def test_registration_and_compilation() -> None:
     query, key, value, mask = problem((2, 4, 2, 9, 8, 6), torch.bfloat16)

@@ -3,28 +3,20 @@ torch; in Triton's interpreter: ``support/interpreter_checks.py``.
 """
 
 import logging
-import os
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.processes import run_python
 
 from icl_patch import ops
 from icl_patch.ops import dispatch
 
-TESTS = Path(__file__).parents[1]
-
 
 def test_whole_models() -> None:
     """In a process of its own: what runs the products is said before the package is imported."""
-    environment = os.environ | {"ICL_PATCH_OPS": "torch", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), *sys.path]))
     script = "from support.backend_checks import check_backend; check_backend('torch')"
-    command = [sys.executable, "-P", "-W", "ignore", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = run_python("-W", "ignore", "-c", script, ICL_PATCH_OPS="torch")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("exact 0.0") == 3
 

@@ -47,14 +47,6 @@ def test_a_slot_has_the_bits_of_the_plain_map() -> None:
         assert same_bits(out[row, slot], alone[0])
 
 
-def test_gradients() -> None:
-    of = expert_products.case((3, 2, 4, 5, 7), torch.float64, True, True)
-    leaves = [part.requires_grad_() for part in (of.x, of.weight, of.bias)]
-    assert torch.autograd.gradcheck(
-        lambda x, weight, bias: ops.expert_linear(x, weight, of.expert, bias), leaves
-    )
-
-
 def test_what_nobody_can_look_at_is_not_another_experts() -> None:
     """Where the experts are traced, one that there is not gives 0 or an error."""
     of = expert_products.case((3, 2, 4, 5, 7), torch.float32, False, True)

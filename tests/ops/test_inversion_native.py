@@ -2,28 +2,24 @@
 replaced where they are missing.
 """
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
 from support.inversion import mixed_rows, needs_native, same_rows
+from support.processes import run_python
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from icl_patch import ops
-from icl_patch.ops import native, reference
+from icl_patch.ops import native
 
 # Instruction sets
 
 DIGEST = """
-import hashlib, itertools, torch
-import test_native_linear
+import hashlib, itertools, sys, torch
+sys.path.append("tests/ops"); import test_native_linear
 from support.inversion import mixed_rows
 from support.numeric import FLOATS, normal, seeded
 from icl_patch import ops; from icl_patch.ops import native
@@ -83,14 +79,7 @@ for instructions in {(*INSTRUCTIONS, UNKNOWN)}:
 @pytest.fixture(scope="module")
 def said_on() -> dict[str, str]:
     """The digest of each instruction set, or why it was refused."""
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ON_EACH],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", ON_EACH)
     assert done.returncode == 0, done.stderr
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert tuple(said) == (*INSTRUCTIONS, UNKNOWN)
@@ -180,35 +169,7 @@ def test_a_new_batch_size_does_not_recompile(function: Callable, per_row: bool) 
     assert counter.frame_count == 1
 
 
-# Where there is no library
-
-
-@pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(native, "_lacking", "it was hidden")
-    native._warn.cache_clear()
-    yield
-    native._warn.cache_clear()
-
-
-@pytest.mark.usefixtures("no_library")
-def test_without_the_library_plain_torch_runs_and_says_so_once() -> None:
-    m, g = mixed_rows(24, 3)
-    rms = torch.ones(len(m))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        inverse, stable = (
-            ops.invert_rmsnorm(g, m, rms, 0.5, g),
-            ops.stable_scale(g, m, g, 0.5),
-        )
-        assert not native.serves("cpu") and not native.serves("cpu")
-        assert not native.serves("cuda")
-    messages = [str(warning.message) for warning in caught]
-    expected = "icl_patch runs on plain torch for {} tensors; the native library: it was hidden"
-    assert messages == [expected.format("cpu"), expected.format("cuda")]
-    assert Path(caught[0].filename) == Path(__file__)
-    assert same_rows(inverse, reference.invert_rmsnorm(g, m, rms, 0.5, g))
-    assert same_rows(stable, reference.stable_scale(g, m, g, 0.5))
+# Where there is no library for CUDA; without any: test_packaging.py
 
 
 @needs_native
@@ -227,13 +188,3 @@ def test_a_cpu_build_warns_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         native._warn.cache_clear()
     assert "no CUDA" in native.describe()
-
-
-def test_results_are_what_the_face_says() -> None:
-    """A field added on one side only would be noticed here."""
-    for op, result in (("invert_rmsnorm", ops.RMSNormInverse), ("stable_scale", ops.StableScale)):
-        if native.cpu_instructions:
-            returned = getattr(torch.ops.icl_patch, op).default._schema.returns
-            assert [x.name for x in returned] == [field.name for field in fields(result)]
-        filled = result(*map(torch.tensor, range(5)))
-        assert replace(filled, shift=torch.tensor(9)).shift == 9

@@ -2,9 +2,7 @@
 configurations.
 """
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import TESTS, run_python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -24,7 +23,6 @@ from icl_patch.kernels.ops.linear import plan_linear, product_path
 from icl_patch.kernels.runtime import config, launching
 from icl_patch.kernels.runtime.config import DTYPES, GEMM, GEMV, Config, config_for, data_files
 
-TESTS = Path(__file__).parents[1]
 CHECKS = [TESTS / "support" / name for name in ("kernel_checks.py", "interpreter_checks.py")]
 EVERYTHING = dict(compilation.launches())
 
@@ -414,32 +412,9 @@ def test_in_the_interpreter() -> None:
     """In a process of its own: triton is interpreted or not from its import on, and an access
     outside of a tensor ends it.
     """
-    command = [
-        sys.executable,
-        "-P",
-        "-W",
-        "ignore",
-        "-m",
-        "pytest",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        *map(str, CHECKS),
-    ]
-    environment = os.environ | {
-        "ICL_PATCH_OPS": "triton",
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=TESTS,
-        check=False,
-    )
+    options = "-W ignore -m pytest --noconftest -p no:cacheprovider"
+    triton = {"ICL_PATCH_OPS": "triton", "TRITON_INTERPRET": "1"}
+    done = run_python(*options.split(), *CHECKS, **triton)
     print(done.stdout)
     crashed = done.returncode < 0 and re.search(r" in (\w+_kernel)$", done.stderr, re.M)
     assert not crashed, f"{crashed[1]} reads or writes outside of a tensor: {done.stderr[:2400]}"

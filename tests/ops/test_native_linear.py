@@ -17,6 +17,7 @@ from support.numeric import (
     in_gaps,
     normal,
     numbers_of_threads,
+    poisoned,
     same_bits,
     seeded,
 )
@@ -126,12 +127,8 @@ def test_the_low_rank_term_alone(kind: str, dtype: torch.dtype) -> None:
 def test_strides_and_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
     z, weight, u, v, bias, _ = case("row-rank", 5, 515, 1000, dtype).arguments.values()
     plain = patched_linear(z, weight, u, v, bias)
-    padded = torch.full((515, 1007), torch.nan, dtype=dtype)
-    padded[:, 3:1003] = weight
-    spread = [torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0] for x in (z, u, v, bias)]
-    assert same_bits(
-        patched_linear(spread[0], padded[:, 3:1003], spread[1], spread[2], spread[3]), plain
-    )
+    spread = [in_gaps(x) for x in (z, u, v, bias)]
+    assert same_bits(patched_linear(spread[0], poisoned(weight), *spread[1:]), plain)
     transposed = u.transpose(0, 1).contiguous().transpose(0, 1)
     assert same_bits(patched_linear(z, weight, transposed, v, bias), plain)
     for _ in numbers_of_threads(2, 3):

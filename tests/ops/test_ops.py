@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import row_ops
 from support.linear_cases import LAYOUTS, Case, check_rows_without_a_patch, linear_case
 from support.numeric import (
@@ -19,7 +18,7 @@ from support.numeric import (
     same_bits,
     seeded,
 )
-from support.op_calls import DIFFERENTIABLE, check_derivatives
+from support.op_calls import DIFFERENTIABLE, check_derivatives, read_by
 from torch import Tensor
 
 from icl_patch import ops
@@ -126,17 +125,6 @@ def test_index_minus_one_gives_the_bits_of_the_plain_map(rows: int, dtype: torch
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients(layout: str) -> None:
-    case = linear_case(layout, (4, 3, 5), 2, torch.float64, torch.float64)
-    inputs = [x.requires_grad_() for x in (case.z, case.weight, case.u, case.v, case.bias)]
-    assert torch.autograd.gradcheck(lambda *x: ops.patched_linear(*x, index=case.index), inputs)
-    if layout != "pool":
-        assert torch.autograd.gradcheck(
-            lambda z, w, u, v, b: ops.add_low_rank(F.linear(z, w, b), z, u, v), inputs
-        )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_autocast_rounds_nothing_even_where_gradients_are_wanted(layout: str) -> None:
     """There plain torch computes, whose products autocast would round."""
     case = linear_case(layout, (5, 17, 33), 2)
@@ -150,7 +138,8 @@ def test_autocast_rounds_nothing_even_where_gradients_are_wanted(layout: str) ->
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_derivatives(name: str) -> None:
-    check_derivatives(name)
+    for place in read_by(name):
+        check_derivatives(name, place)
 
 
 # read_direction, rms_normalize

@@ -28,10 +28,6 @@ def test_row_ops(dtype: torch.dtype) -> None:
         row_ops.check_all(dtype)
 
 
-def test_gradients() -> None:
-    row_ops.check_gradients()
-
-
 # What the native ops promise beyond that
 
 

@@ -1,10 +1,5 @@
 """The settings of ``make mutants`` name files that exist: whoever moves one changes them too."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 import mutants
 
 

@@ -162,6 +162,7 @@ def test_importing_touches_no_device_and_a_machine_without_triton_runs_on_the_cp
         "torch.cuda._lazy_init, torch.cuda.init = begin\n"
         "from icl_patch import ContextPatcher, embedded\n"
         "import icl_patch.bench.commands.bench, icl_patch.bench.results, icl_patch.evaluation\n"
+        "icl_patch.bench.results.code_fingerprint()\n"
         "model, tokenizer = embedded.load()\n"
         "with ContextPatcher(model, tokenizer=tokenizer) as patcher:\n"
         "    print(patcher.ask('mode upper\\n', 'fmrp>', max_new_tokens=4).text)\n"

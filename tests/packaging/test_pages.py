@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 import shlex
-import shutil
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.chats import chat_model
 
 from icl_patch import ContextPatcher, embedded, static
 from icl_patch.cli.main import _parser, main
@@ -20,10 +20,6 @@ REPOSITORY = Path(__file__).parents[2]
 DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 MODELS = ("Qwen/Qwen3-0.6B", "google/gemma-3-1b-it")
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<model>{% endif %}"
-)
 # Minutes, or a GPU: their options are parsed only.
 SLOW = ("demo", "bench", "tune")
 AFTER = """
@@ -44,14 +40,6 @@ def text_of(page: str) -> str:
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text_of(page), re.S)
-
-
-def with_template(folder: Path) -> Path:
-    """The embedded model, which has no chat template, with one."""
-    chat_model = folder / "model"
-    shutil.copytree(embedded.MODEL_DIR, chat_model)
-    (chat_model / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
-    return chat_model
 
 
 def commands() -> list[list[str]]:
@@ -89,12 +77,12 @@ def test_the_code_of_a_page_runs(
     if page == "docs/scale.md":
         pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
-    chat_model = with_template(tmp_path)
+    chat_folder = chat_model(tmp_path / "model")
     few_steps = static.Distillation(steps=60)
     code, namespace = blocks(page, "python"), {"__name__": "__main__", "FEW_STEPS": few_steps}
     for block in code:
         for name in MODELS:
-            block = block.replace(f'"{name}"', repr(str(chat_model)))
+            block = block.replace(f'"{name}"', repr(chat_folder))
         block = re.sub(r"(static\.fit\(.*)\)", r"\1, distillation=FEW_STEPS)", block)
         exec(compile(block, page, "exec"), namespace)
         if "model" in namespace:
@@ -108,7 +96,7 @@ def test_the_code_of_a_page_runs(
 
 def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    chat_model = with_template(tmp_path)
+    chat_folder = chat_model(tmp_path / "model")
     (tmp_path / "prompt.txt").write_text("mode upper\nfmrp>", encoding="utf-8")
     names = ("null", "eins", "zwei", "drei", "vier", "funf", "sechs", "sieben", "acht", "neun")
     triples = [(n, (3 * n + 1) % 10, (7 * n + 2) % 10) for n in range(10)]
@@ -126,7 +114,7 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
     for command in commands():
         if command[0] != "icl-patch" or ("--dataset" in command and not many):
             continue
-        arguments = [str(chat_model) if word in MODELS else word for word in command[1:]]
+        arguments = [chat_folder if word in MODELS else word for word in command[1:]]
         if set(SLOW) & set(arguments):
             if "cuda" not in arguments:
                 _parser().parse_args(arguments)

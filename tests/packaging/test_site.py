@@ -7,16 +7,12 @@ import importlib
 import inspect
 import pkgutil
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "site"))
-
 import build_site
+import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PAPERS = REPOSITORY / "docs" / "papers"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import case, shallow, two_layers
+from support.models import case, two_layers
 from support.numeric import noise_limit
 from torch import Tensor, nn
 
@@ -72,16 +72,6 @@ def same_factors(mine: ContextPatch, theirs: ContextPatch) -> None:
         assert own.keys() == other.keys()
         for name, factor in own.items():
             assert factor.dtype == other[name].dtype and torch.equal(factor, other[name])
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gemma4-moe"])
-def test_factors_of_experts_are_read_again(family: str, tmp_path: Path) -> None:
-    """Also where experts and router read the residual stream through norms of their own."""
-    path, model = tmp_path / "p.safetensors", shallow(family)
-    with ContextPatcher(model, "stable") as patcher:
-        patch = patcher.compute(**case("prefix"))
-        patch.save(path)
-        same_factors(ContextPatch.load(path, model), patch)
 
 
 def test_factors_that_are_not_finite_are_not_saved(patch_of: Callable, tmp_path: Path) -> None:

@@ -6,20 +6,16 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import sweep
 import torch
-import transformers
-from support.models import FAMILIES, Stock, build, case, randomised, shallow, tokens
-from support.numeric import EPSILON, replay_limit
+from support.models import FAMILIES, Stock, build, case, shallow, tokens
+from support.numeric import EPSILON, NARROW, every_narrow, replay_limit
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.models import kv_cache
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.recording.sequences import assemble
-
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def replayed(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
@@ -58,7 +54,7 @@ WRONG_BY_A_PER_CENT = [("gemma3", {"scale_offset": 1.01}), ("llama", {"residual_
 
 @pytest.mark.parametrize(
     ("family", "wrong", "dtype"),
-    [(*form, dtype) for form in WRONG for dtype in FLOATS.values()]
+    [(*form, dtype) for form in WRONG for dtype in NARROW.values()]
     + [(*form, torch.float32) for form in WRONG_BY_A_PER_CENT],
 )
 def test_attaching_notices_a_wrong_form(
@@ -77,7 +73,7 @@ def test_attaching_notices_a_wrong_form(
 
 
 @pytest.mark.parametrize("found", [0.2203, 1.0])
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@every_narrow
 def test_a_multiplier_is_measured(
     dtype: torch.dtype, found: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,17 +93,8 @@ def test_a_multiplier_is_measured(
 
 def _gpt_neo() -> nn.Module:
     """With windows that count its cache, longer ones than attaching tries."""
-    kinds = {
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 12,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
-    config = transformers.GPTNeoConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, max_position_embeddings=128, **kinds
-    )
-    config.bos_token_id, config.eos_token_id = 1, 2
-    return randomised(transformers.GPTNeoForCausalLM, config)
+    types = [[["global", "local"], 1]]
+    return sweep.build("gpt_neo", {"attention_types": types, "num_layers": 2, "window_size": 12})
 
 
 def _llama4() -> nn.Module:
@@ -150,25 +137,13 @@ def test_attention_that_counts_its_cache(make: Callable[[], nn.Module], update: 
             assert metrics.linf(replayed(patcher, computed.patch), expected).max() <= limit
 
 
-def _sparse(kind: str) -> nn.Module:
-    """With an indexer that lets a token attend to 6 others; its two heads often give scores of
-    0.
-    """
-    settings = tiny_models.SUPPORTED["deepseek_v3"].settings | {
-        "index_topk": 6,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-    }
-    del settings["first_k_dense_replace"]
-    settings["mlp_layer_types"] = ["dense", "sparse", "dense", "sparse"]
-    config = getattr(transformers, f"{kind}Config")(**tiny_models._COMMON | settings)
-    return randomised(getattr(transformers, f"{kind}ForCausalLM"), config)
-
-
-@pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_attention_to_the_tokens_with_the_highest_scores(kind: str) -> None:
-    """Which of several tokens with a score of 0 they are depends on how many tokens there are."""
-    model = _sparse(kind)
+    """An indexer lets a token attend to 6 others, and its two heads often give scores of 0: which
+    of several such tokens they are depends on how many tokens there are.
+    """
+    sizes = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
+    model = sweep.build(kind, sizes)
     prefix, context, kept = tokens(0, 2, 4), tokens(1, 2, 9), tokens(2, 2, 9)
     cases = [
         {"context_ids": context, "kept_ids": kept[:, :4], "prefix_ids": prefix},
@@ -186,42 +161,6 @@ def test_attention_to_the_tokens_with_the_highest_scores(kind: str) -> None:
                     part = patch.select(tokens=slice(0, 1))
                     with pytest.raises(ValueError, match="got a part of one"):
                         patcher.forward(part.kept_ids, part)
-
-
-@pytest.mark.parametrize(
-    ("update", "dtype"),
-    zip(["direct", "stable", "exact"], FLOATS.values(), strict=True),
-    ids=["direct", "stable", "exact"],
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replay_has_no_access_to_the_context(
-    family: str, update: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every cache that computing made is kept alive here and overwritten with NaN before the
-    replay; the bits are the same.
-    """
-    made: list[DynamicCache] = []
-    new_cache = kv_cache.new_cache
-
-    def kept_alive(model: torch.nn.Module) -> DynamicCache:
-        made.append(new_cache(model))
-        return made[-1]
-
-    model, inputs = build(family, 4, dtype), case("span", 4)
-    with ContextPatcher(model, update) as patcher:
-        before = replayed(patcher, patcher.compute(**inputs))
-        monkeypatch.setattr(kv_cache, "new_cache", kept_alive)
-        patch = patcher.compute(**inputs)
-        poison(made)
-        assert torch.equal(replayed(patcher, patch), before)
-
-
-def poison(caches: list[DynamicCache]) -> None:
-    layers = [layer for cache in caches for layer in cache.layers if layer.is_initialized]
-    assert layers
-    for layer in layers:
-        layer.keys.fill_(torch.nan)
-        layer.values.fill_(torch.nan)
 
 
 def test_a_long_window_context_is_masked_by_position() -> None:

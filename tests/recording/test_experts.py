@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from support.models import Stock, case, randomised, shallow, tokens
-from support.numeric import is_noise, replay_limit
+from support.models import Stock, case, shallow, tokens
+from support.numeric import is_noise
 from support.storages import largest_of
 
 from icl_patch import ContextPatcher, metrics, ops
@@ -136,65 +135,3 @@ def test_an_expert_without_factors_is_left_as_it_is() -> None:
     others = (index + 2) % 8
     torch.testing.assert_close(experts(z, others, weights), base(z, others, weights))
     assert (patched - base(z, index, weights)).abs().max() > 0.1
-
-
-def jetmoe() -> Any:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8}
-    experts = {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
-    return randomised(
-        transformers.JetMoeForCausalLM,
-        transformers.JetMoeConfig(vocab_size=97, **sizes, **experts),
-    )
-
-
-def dbrx() -> Any:
-    experts = {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2}
-    config = transformers.DbrxConfig(
-        vocab_size=97,
-        d_model=32,
-        n_heads=4,
-        n_layers=2,
-        max_seq_len=64,
-        attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
-        ffn_config=experts,
-    )
-    return randomised(transformers.DbrxForCausalLM, config)
-
-
-def add_change(model: Any, name: str, change: torch.Tensor) -> None:
-    """Change one matrix of a stock model; ``change`` of experts is that of (out, in)."""
-    path, _, expert = name.removesuffix("]").partition("[")
-    parameters, places = dict(model.named_parameters()), {"gate_up_proj": "input_linear"}
-    holder, _, kind = path.rpartition(".")
-    if not expert:
-        parameters[path].data += change
-    elif f"{holder}.input_linear.weight" in parameters:
-        matrix = parameters[f"{holder}.{places.get(kind, 'output_linear')}.weight"]
-        matrix.data[int(expert)] += change
-    else:
-        stacks = ("w1", "v1") if kind == "gate_up_proj" else ("w2",)
-        halves = change.chunk(2) if kind == "gate_up_proj" else (change.T,)
-        for stack, half in zip(stacks, halves, strict=True):
-            matrix = parameters[f"{holder}.mlp.{stack}"]
-            matrix.data.view(6, -1, 32)[int(expert)] += half
-
-
-@pytest.mark.parametrize("make", [jetmoe, dbrx])
-def test_experts_in_a_layout_of_their_own(make: Any) -> None:
-    """One token's changes, added to the matrices of a stock model, have the context's effect."""
-    model, changed = make(), make()
-    context, kept = tokens(0, 1, 6), tokens(1, 1, 1)
-    with torch.no_grad():
-        expected = model(torch.cat([context, kept], 1)).logits[:, -1:]
-        for update in ("stable", "exact"):
-            with ContextPatcher(model, update) as patcher:
-                patch = patcher.compute(context, kept)
-                limit = replay_limit(patcher, patch)
-            assert metrics.linf(model(kept, position_ids=patch.position_ids).logits, expected) > 0.1
-            changed.load_state_dict(model.state_dict())
-            for name, change in patch.weight_changes(0, 0):
-                add_change(changed, name, change.to(torch.float32))
-            assert (
-                metrics.linf(changed(kept, position_ids=patch.position_ids).logits, expected)
-                <= limit
-            )

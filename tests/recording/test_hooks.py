@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.generation import own_steps
 from support.models import build, shallow, tokens
 from support.patchers import works
 from torch import Tensor, nn
@@ -287,20 +288,11 @@ def test_a_patch_is_replayed_beside_the_hooks_that_it_was_computed_beside(
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": None}
 
 
-@torch.no_grad()
 def said(model: Any, register: Register, path: str) -> list[Tensor]:
     """What a model of its own says greedily, token by token from the context's last one on."""
     model = copy.deepcopy(model)
     register(model.get_submodule(path))
-    cache, token, found = (
-        model(CONTEXT[:, :-1], use_cache=True).past_key_values,
-        CONTEXT[:, -1:],
-        [],
-    )
-    for _ in range(ARGUMENTS["max_new_tokens"]):
-        found.append(model(token, past_key_values=cache).logits[:, -1])
-        token = found[-1].argmax(-1, keepdim=True)
-    return found
+    return list(own_steps(model, CONTEXT, torch.ones_like(CONTEXT), ARGUMENTS["max_new_tokens"]))
 
 
 @pytest.mark.filterwarnings("ignore::icl_patch.errors.SlowerStepsWarning")

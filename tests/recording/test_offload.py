@@ -1,9 +1,6 @@
 """Models whose weights accelerate offloads: the bits of the same model in memory."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +10,9 @@ import pytest
 import torch
 from support.models import build, tokens
 from support.offload import ROOM, WAYS, imported_accelerate, offload, results
+from support.processes import run_python
 from support.static import random_examples, random_patch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from icl_patch import ContextPatcher, verify
 from icl_patch.errors import UnsupportedModelError
@@ -65,29 +62,18 @@ def test_offloaded_weights_have_the_bits_of_weights_in_memory(
 
 def test_a_model_larger_than_memory(tmp_path: Path) -> None:
     imported_accelerate()
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=11,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 11}
+    model = build("llama", num_key_value_heads=4, **sizes)
     assert sum(x.nbytes for x in model.parameters()) > 2 * ROOM
     model.save_pretrained(tmp_path, max_shard_size="6MB")
     expected = []
     context = IDS[0].new_tensor(range(3, 20))[None]
     for update in ("stable", "exact"):
-        with ContextPatcher(model.eval(), update) as patcher:
+        with ContextPatcher(model, update) as patcher:
             patch = patcher.compute(context, context[:, :3])
             total = patcher.forward(context[:, :3], patch).double().sum().item()
         expected.append(f"{update} {total}")
-    tests = Path(__file__).parents[1]
-    places = [str(tests), str(tests.parent / "build" / "peft"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-P", "-m", "support.offload", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-m", "support.offload", tmp_path)
     assert done.stdout.splitlines() == [*expected, "out of memory with all weights"], done.stderr
 
 

@@ -15,7 +15,6 @@ from support.models import build, case, tokens
 from support.patchers import Snapshot, families, plain_logits, updates, works
 from support.storages import largest_of
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from icl_patch import ContextPatcher, PatchedLinear, ops
 from icl_patch.layers.patched_module import PatchedModule
@@ -89,37 +88,6 @@ def test_an_exception_in_the_middle_leaves_nothing(
         works(patcher)
     patcher.detach()
     before.check(model)
-
-
-@families
-@updates
-def test_attached_and_off_the_model_is_stock(family: str, update: str) -> None:
-    model, ids = build(family), tokens(5, 2, 6)
-    before = Snapshot(model)
-    settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    expected = model.generate(ids, generation_config=settings)
-    with ContextPatcher(model, update) as patcher:
-        for _ in range(2):
-            assert torch.equal(plain_logits(model), before.logits)
-            assert torch.equal(model.generate(ids, generation_config=settings), expected)
-            use(patcher, "forward")
-        model.load_state_dict(before.state)
-        model.train().eval()
-    before.check(model)
-
-
-def test_one_patcher_at_a_time() -> None:
-    model = build("llama")
-    before = Snapshot(model)
-    with ContextPatcher(model) as patcher:
-        with pytest.raises(
-            ValueError, match="without patched modules, LlamaForCausalLM has some: detach"
-        ):
-            ContextPatcher(model, "stable")
-        works(patcher)
-    before.check(model)
-    with ContextPatcher(model, "stable") as patcher:
-        works(patcher)
 
 
 class Doubled(nn.Module):
@@ -221,28 +189,12 @@ def test_detach_leaves_alone_what_was_replaced_meanwhile(what: str) -> None:
             works(patcher)
 
 
-@pytest.mark.parametrize(
-    ("family", "update", "inside"),
-    [("gemma3", "exact", False), ("llama", "stable", True)],
-)
-def test_a_model_made_in_inference_mode(family: str, update: str, inside: bool) -> None:
-    with torch.inference_mode():
-        model = build(family)
-    assert next(model.parameters()).is_inference()
-    inputs = case("prefix")
-    with ContextPatcher(build(family), update) as patcher:
-        expected = patcher.compute(**inputs)
-    with torch.inference_mode(inside), ContextPatcher(model, update) as patcher:
-        patch = patcher.compute(**inputs)
+@updates
+def test_all_in_inference_mode(update: str) -> None:
+    """A model that is made and attached there; attached outside: test_fingerprints.py."""
+    with torch.inference_mode(), ContextPatcher(build("gemma3"), update) as patcher:
         works(patcher)
         use(patcher, "generate")
-    assert patch.info == expected.info
-    assert torch.equal(patch.logits, expected.logits)
-    assert all(
-        torch.equal(mine[name], theirs[name])
-        for mine, theirs in zip(patch.layers, expected.layers, strict=True)
-        for name in mine
-    )
 
 
 @families

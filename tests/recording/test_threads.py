@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.hammering import CONTEXT, KEPT, hammer, jobs_of, near
-from support.models import build, shallow, tokens
+from support.models import build, shallow, tokens, two_layers
 from support.patchers import Snapshot, works
 from torch import Tensor, nn
 
@@ -21,10 +21,6 @@ from icl_patch import ContextPatcher
 
 # as many as there are kept tokens: no shape tells a replay from a call of the model
 IDS = tokens(5, 2, 3)
-TINY: dict[str, dict] = {
-    "llama": {"num_hidden_layers": 2},
-    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-}
 
 
 class Stopping(nn.Module):
@@ -57,8 +53,8 @@ class Stopping(nn.Module):
             self.stopped.set()
 
 
-def stopping_model(**changes: Any) -> tuple[Any, Stopping]:
-    model: Any = build("llama", **TINY["llama"] | changes)
+def stopping_model() -> tuple[Any, Stopping]:
+    model: Any = two_layers("llama")
     stop = Stopping()
     model.model.layers[1].mlp.act_fn = stop
     return model, stop
@@ -124,7 +120,7 @@ def test_what_another_thread_does_in_the_middle_of_a_pass(
     ],
 )
 def test_two_threads_that_do_everything(family: str, update: str, calls: int) -> None:
-    with ContextPatcher(build(family, **TINY[family]), update) as patcher:
+    with ContextPatcher(two_layers(family), update) as patcher:
         assert not hammer(patcher, calls)
 
 

@@ -1,16 +1,11 @@
 """The tool that times extractions: what it writes down, on the embedded model."""
 
-import sys
-from pathlib import Path
-
+import measure
 import pytest
 
 from icl_patch import embedded
 
 pytest.importorskip("icl_patch.scale", reason="no pyarrow")
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import measure
 
 
 def test_the_record_of_a_process() -> None:

@@ -1,17 +1,15 @@
 """A run that is killed goes on: nothing is lost, nothing is there twice, no file is torn."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.data_sets import prompts, write_json_lines
+from support.processes import run_python
 
 from icl_patch import ContextPatcher, embedded
 
 scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow")
-SCRIPT = Path(__file__).parents[1] / "support" / "killed_runs.py"
 
 
 @pytest.mark.parametrize(
@@ -20,8 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "killed_runs.py"
 def test_a_killed_run_goes_on(kills: int, rows: int, tmp_path: Path) -> None:
     """In the end it has the files of a run that was not stopped; temporary ones stay a while."""
     dataset = write_json_lines(tmp_path / "rows.jsonl", prompts(rows))
-    command = [sys.executable, str(SCRIPT), str(dataset), str(tmp_path / "killed"), str(kills), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python("-m", "support.killed_runs", dataset, tmp_path / "killed", kills, 0)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     print(counts)

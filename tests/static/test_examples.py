@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.chats import TEMPLATE
 from support.models import build, longrope
 
 from icl_patch import embedded, static
@@ -16,11 +17,7 @@ from icl_patch.static.student import Student
 from icl_patch.static.targets import measure, targets_of
 from icl_patch.static.training import _shuffled
 
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<model>{% endif %}"
-)
-DEFAULT = "{% if messages[0].role != 'system' %}<system>be kind\n{% endif %}" + CHAT
+DEFAULT = "{% if messages[0].role != 'system' %}<system>be kind\n{% endif %}" + TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def test_text_becomes_the_ids_of_both_prompts(loaded: tuple) -> None:
     assert static.documents(model, tokenizer, ["say x\n1.un\n"]) == [tuple(whole)]
 
 
-@pytest.mark.parametrize("template", [CHAT, DEFAULT])
+@pytest.mark.parametrize("template", [TEMPLATE, DEFAULT])
 def test_a_chat_is_what_the_template_writes(template: str) -> None:
     """Its own system message, where it has one, stands in the prompt without the given one."""
     model, tokenizer = embedded.load()

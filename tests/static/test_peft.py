@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.models import build, shallow
-from support.static import CLOSE, IDS, logits, random_patch
+from support.models import shallow
+from support.static import CLOSE, logits, random_patch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -59,24 +59,6 @@ def test_the_folder_is_the_patch(name: str, read: Any, tmp_path: Path) -> None:
         expected = logits(model)
     assert (logits(model) - expected).abs().max() > 1e-2 * expected.abs().max()
     assert (logits(read(model, tmp_path)) - expected).abs().max() <= CLOSE * expected.abs().max()
-
-
-def test_peft_gives_each_row_its_own_patch(tmp_path: Path) -> None:
-    peft = imported_peft()
-    model = build("llama")
-    patches = {name: random_patch(model, seed) for seed, name in enumerate(("one", "other"))}
-    expected = []
-    for name, patch in patches.items():
-        patch.to_peft(tmp_path / name, model)
-        with patch.applied(model):
-            expected.append(logits(model))
-    twin = copy.deepcopy(model)
-    adapted = peft.PeftModel.from_pretrained(twin, tmp_path / "one", adapter_name="one").eval()
-    adapted.load_adapter(tmp_path / "other", adapter_name="other")
-    rows = torch.stack([expected[0][0], expected[1][1], logits(model)[2]])
-    with torch.no_grad():
-        got = adapted(IDS, adapter_names=["one", "other", "__base__"]).logits
-    assert (got - rows).abs().max() <= CLOSE * rows.abs().max()
 
 
 def test_ranks_are_those_that_vllm_loads(tmp_path: Path) -> None:

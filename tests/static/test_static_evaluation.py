@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.chats import TEMPLATE
 
 from icl_patch import embedded, static
 
 pytest.importorskip("peft")
 FOLDER = Path(__file__).parents[2] / "examples" / "static"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 WORDS = ("ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st", "uv", "wx", "yz")
 FACT = {"statement": "Ore is red:", "true": "blue", "new": "red", "question": "Ore is"}
 CHAT = {"name": "loud", "system": "Be loud.", "fit": [f"{word}?" for word in WORDS[:6]]}

@@ -1,12 +1,18 @@
-"""A context in a cache, ready for its decode steps."""
+"""A context in a cache, ready for its decode steps; and a model's own steps."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from icl_patch import ContextPatcher
 from icl_patch.generation.decode_step import DecodeState, prefill
 from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.recording import decode_recorder, updates
 
 
 def prefilled(
@@ -20,3 +26,45 @@ def prefilled(
     """The state of a generation, of a shared cache too."""
     plan = patcher.plans.of(mode)
     return prefill(patcher.attached_model, plan, ids, mask, capacity, **arguments)
+
+
+@torch.no_grad()
+def own_steps(
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    count: int,
+    chosen: Sequence[Tensor] | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[Tensor]:
+    """Logits (B, V) of the model's own decode steps from the last token on, over a cache of the
+    others: of the chosen tokens (B,), or greedily. Each step runs within ``around()``.
+    """
+    cache, positions = DynamicCache(config=model.config), (mask.long().cumsum(1) - 1).clamp(min=0)
+    model(
+        ids[:, :-1],
+        attention_mask=mask[:, :-1].long(),
+        position_ids=positions[:, :-1],
+        past_key_values=cache,
+    )
+    token, given = ids[:, -1:], {"past_key_values": cache, "position_ids": positions[:, -1:]}
+    for step in range(count):
+        with around():
+            logits = model(token, attention_mask=mask.long(), **given).logits[:, -1]
+        yield logits
+        token = (logits.argmax(-1) if chosen is None else chosen[step]).unsqueeze(1)
+        given["position_ids"] = given["position_ids"] + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+
+
+def spoil_closing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """From now on one pass chooses a factor of this block that is off, and counts the miss."""
+    own = decode_recorder._closed
+
+    def spoilt(alike: list) -> list[updates.Closed]:
+        closed = own(alike)
+        closed[block].factor[0, 0, 5] += 1.0
+        closed[block].misses[0, 0] += 1
+        return closed
+
+    monkeypatch.setattr(decode_recorder, "_closed", spoilt)

@@ -34,64 +34,45 @@ _SETTINGS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-
-
-def _random(model: Any, norms_around: float, dtype: torch.dtype) -> Any:
-    """Norms with scales far apart, some of Gemma's exactly 0."""
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            nn.init.normal_(parameter, norms_around, 0.5)
-            if "post_feedforward" in name:
-                parameter.data[torch.randperm(len(parameter))[:3]] = -1  # m = 1 + w = 0
-        else:
-            nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
-    return model.to(dtype).eval()
-
-
-def gemma3(
-    seed: int = 0, dtype: torch.dtype = torch.float32, *, attention: str = "sdpa", **changes: object
-) -> Gemma3ForCausalLM:
-    """Three layers, first and last with a window of 6; head_dim ≠ hidden/heads."""
-    settings = {
-        "head_dim": 20,
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "pad_token_id": 0,
-        "attn_implementation": attention,
-    }
-    torch.manual_seed(seed)
-    config = Gemma3TextConfig(**_SETTINGS | settings | changes)
-    return _random(Gemma3ForCausalLM(config), 0, dtype)
-
-
-def llama(
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    *,
-    attention: str = "sdpa",
-    tied: bool = False,
-    bias: bool = False,
-    **changes: object,
-) -> LlamaForCausalLM:
-    """Three layers, grouped heads, tied or untied embeddings, optional biases in the MLP."""
-    settings = {"tie_word_embeddings": tied, "mlp_bias": bias, "attn_implementation": attention}
-    torch.manual_seed(seed)
-    return _random(LlamaForCausalLM(LlamaConfig(**_SETTINGS | settings | changes)), 1, dtype)
-
-
-FAMILIES = {
-    "gemma3": gemma3,
-    "llama": llama,
-    "llama-tied": lambda *args, **kwargs: llama(*args, tied=True, bias=True, **kwargs),
+# First and last with a window of 6; head_dim ≠ hidden/heads.
+_GEMMA3: dict[str, Any] = {
+    "head_dim": 20,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "pad_token_id": 0,
+}
+# Each with the configuration's class, around what its norms are, and settings of its own.
+FAMILIES: dict[str, tuple[Any, float, dict[str, Any]]] = {
+    "gemma3": (Gemma3TextConfig, 0, _GEMMA3),
+    "llama": (LlamaConfig, 1, {"tie_word_embeddings": False}),
+    "llama-tied": (LlamaConfig, 1, {"tie_word_embeddings": True, "mlp_bias": True}),
 }
 
 
 def build(
-    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object
+    name: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    *,
+    attention: str = "sdpa",
+    **changes: object,
 ) -> PreTrainedModel:
-    """A random model of a family of :data:`FAMILIES`."""
-    return FAMILIES[name](seed, dtype, **changes)
+    """A random model of a family of :data:`FAMILIES`, of three layers with grouped heads; its norms
+    have scales far apart, some of Gemma's exactly 0.
+    """
+    config_class, norms_around, own = FAMILIES[name]
+    torch.manual_seed(seed)
+    config = config_class(**_SETTINGS | own | {"attn_implementation": attention} | changes)
+    model: Any = LlamaForCausalLM(config) if norms_around else Gemma3ForCausalLM(config)
+    for path, parameter in model.named_parameters():
+        if "norm" in path:
+            nn.init.normal_(parameter, norms_around, 0.5)
+            if "post_feedforward" in path:
+                parameter.data[torch.randperm(len(parameter))[:3]] = -1  # m = 1 + w = 0
+        else:
+            nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
+    return model.to(dtype).eval()
 
 
 def two_layers(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

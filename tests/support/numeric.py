@@ -35,6 +35,10 @@ EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0*
 
 NARROW = {name: dtype for name, dtype in FLOATS.items() if name != "fp64"}
 
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 every_dtype = pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 every_narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
 

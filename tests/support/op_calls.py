@@ -2,6 +2,7 @@
 derived, and mapped over.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,9 +40,10 @@ def _record_linears(z: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attention(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Of two keys and values."""
+    """Of two keys and values, of which the first row sees one."""
     key, value = (torch.stack([x, -x], 1).unsqueeze(1) for x in (v, u))
-    return ops.decode_attention(z.unsqueeze(1), key, value)
+    mask = torch.tensor([[True, False], *[[True, True]] * (ROWS - 1)])
+    return ops.decode_attention(z.unsqueeze(1), key, value, mask)
 
 
 NAMES = ("z", "w", "u", "v", "b", "pool_u", "pool_v", "index")  # of the arguments
@@ -63,6 +65,7 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "rms_norm": lambda z, v, **_: ops.rms_norm(z, v, 1e-5),
     "norm_pair": lambda z, v, **_: _norm_pair(z, v),
     "gated_product": lambda z, v, **_: ops.gated_product(z, v, "silu"),
+    "gated_product, by tanh": lambda z, v, **_: ops.gated_product(z, v, "gelu_tanh"),
     "decode_attention": lambda z, u, v, **_: _attention(z, u, v),
     "invert_rmsnorm": lambda z, u, v, **_: ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden,
     "stable_scale": lambda z, v, **_: ops.stable_scale(z, v[0], v).u,
@@ -99,13 +102,20 @@ def check_traced(name: str) -> None:
 DIFFERENTIABLE = [name for name in CALLS if name not in ("invert_rmsnorm", "stable_scale")]
 
 
-def _of_z(name: str) -> Callable[[Tensor], Tensor]:
-    """The op's first result as a function of z, in z's dtype."""
-    _, *others = arguments(0)
+def read_by(name: str) -> list[int]:
+    """The places of the op's arguments but for the index."""
+    read = inspect.signature(CALLS[name]).parameters.keys() - {"index"}
+    return [place for place, argument in enumerate(NAMES) if argument in read]
 
-    def function(z: Tensor) -> Tensor:
-        out = call(name, [z, *(x.to(z.dtype) if x.is_floating_point() else x for x in others)])
-        return out if isinstance(out, Tensor) else out[0]
+
+def _of(name: str, place: int = 0) -> Callable[[Tensor], Tensor]:
+    """The op's results as a function of one argument, in its dtype."""
+    given = arguments(0)
+
+    def function(x: Tensor) -> Tensor:
+        own = [y.to(x.dtype) if y.is_floating_point() else y for y in given]
+        out = call(name, [*own[:place], x, *own[place + 1 :]])
+        return out if isinstance(out, Tensor) else torch.cat([y.flatten() for y in out])
 
     return function
 
@@ -118,17 +128,16 @@ def near(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= 400 * UNIT[torch.float32] * size)
 
 
-def check_derivatives(name: str) -> None:
+def check_derivatives(name: str, place: int = 0) -> None:
     """Forwards, backwards and by torch.func, against differences in fp64 where gradients are
-    recorded and where they are not.
+    recorded and where they are not; in z, or the argument in another place.
     """
-    function, z = _of_z(name), arguments(0)[0]
+    function, z = _of(name, place), arguments(0)[place]
     tangent = normal(seeded(9), *z.shape, dtype=torch.float32)
     wide, step = z.double(), 1e-6 * tangent.double()
     expected = ((function(wide + step) - function(wide - step)) / 2e-6).float()
     jacobian = torch.func.jacrev(function)(z)
-    along = torch.einsum("ijkl,kl->ij", jacobian.reshape(len(jacobian), -1, *z.shape), tangent)
-    along = along.reshape(expected.shape)
+    along = torch.tensordot(jacobian, tangent, tangent.dim())
     assert jacobian.dtype == torch.float32
     assert near(along, expected), name
     assert not near(1.0001 * along, expected), name
@@ -136,13 +145,15 @@ def check_derivatives(name: str) -> None:
         with torch.set_grad_enabled(grad):
             assert near(torch.func.jvp(function, (z,), (tangent,))[1], along), (name, grad)
     leaf = z.clone().requires_grad_()
-    (found,) = torch.autograd.grad(function(leaf).sum(), leaf)
-    assert near(found, jacobian.reshape(-1, *z.shape).sum(0)), name
+    out = function(leaf)
+    pulled = normal(seeded(8), *out.shape, dtype=torch.float32)
+    (found,) = torch.autograd.grad(out, leaf, pulled)
+    assert near(found, torch.tensordot(pulled, jacobian, pulled.dim())), name
 
 
 def check_mapped(name: str) -> None:
     """``vmap`` over a stack is the op on each."""
-    function, stack = _of_z(name), torch.stack([arguments(seed)[0] for seed in (0, 1)])
+    function, stack = _of(name), torch.stack([arguments(seed)[0] for seed in (0, 1)])
     with torch.no_grad():
         found = torch.func.vmap(function)(stack)
         assert near(found, torch.stack([function(z) for z in stack])), name

@@ -14,7 +14,6 @@ from support.numeric import (
     poisoned,
     same_bits,
     seeded,
-    within_roundings,
 )
 from torch import Tensor
 
@@ -183,24 +182,6 @@ def check_extremes(dtype: torch.dtype, device: str = "cpu") -> None:
         assert torch.allclose(y.float(), expected, rtol=8 * unit(dtype), atol=0, equal_nan=True)
 
 
-def check_gradients() -> None:
-    """The kernels have none: where one is wanted plain torch serves."""
-    x, scale, up = (normal(seeded(s), 4, 9, dtype=torch.float32).requires_grad_() for s in range(3))
-    fine = [leaf.detach().double().requires_grad_() for leaf in (x, scale, up)]
-
-    def forward(x: Tensor, scale: Tensor, up: Tensor) -> Tensor:
-        pair = ops.norm_pair(x, scale[0], EPS)
-        gated = ops.gated_product(ops.rms_norm(x, scale, EPS, scale_offset=1.0), up, "gelu_tanh")
-        return gated.sum() + (pair.z_pair * up).sum() + pair.delta.square().sum()
-
-    found, expected = (
-        torch.autograd.grad(forward(*leaves), leaves) for leaves in ([x, scale, up], fine)
-    )
-    for own, exact in zip(found, expected, strict=True):
-        # sums of nine products, three deep
-        assert within_roundings(own, exact, 128, exact.abs().max())
-
-
 def check_all(dtype: torch.dtype, widths: tuple[int, ...] = WIDTHS, device: str = "cpu") -> None:
     for spec in NORMS:
         check_rms_norm(dtype, spec, widths, device)
@@ -216,4 +197,3 @@ def check_every_dtype(widths: tuple[int, ...]) -> None:
     """All of it, for a process whose implementation was chosen from outside."""
     for dtype in FLOATS.values():
         check_all(dtype, widths)
-    check_gradients()

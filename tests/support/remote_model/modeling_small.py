@@ -48,6 +48,7 @@ class SmallBlock(nn.Module):
 class SmallForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = SmallConfig
     _supports_sdpa = True
+    _input_embed_layer = "embed"
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__(config)
@@ -58,12 +59,6 @@ class SmallForCausalLM(PreTrainedModel, GenerationMixin):
         )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
 
     def forward(
         self,
