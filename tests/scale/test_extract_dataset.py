@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.data_sets import own_logits, prompts, write_json_lines
+from support.full_disk import full_disk
 from support.models import Stock, build, longrope
 from support.numeric import noise_limit, within_roundings
 from torch import Tensor
@@ -261,6 +262,22 @@ def test_new_scales_are_not_rounded(dataset: Path, tmp_path: Path) -> None:
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
+def test_some_layers(patcher: ContextPatcher, dataset: Path, tmp_path: Path) -> None:
+    contents = scale.Contents(layers=slice(1, None))
+    scale.extract_dataset(patcher, dataset, tmp_path / "part", contents=contents)
+    patches = scale.PatchDataset(tmp_path / "part")
+    patch = patches[0]
+    assert patches.run.layers == [1, 2] == list(patch.layer_indices)
+    assert len(patches.index["norms"][0].as_py()["mlp.up_proj"]) == 2
+    with pytest.raises(ValueError, match="a part of one"):
+        patcher.forward(patch.kept_ids, patch)
+    with pytest.raises(ValueError, match=r"expected layers among 3, .* slice\(5, None, None\)"):
+        scale.extract_dataset(
+            patcher, dataset, tmp_path / "none", contents=scale.Contents(layers=slice(5, None))
+        )
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_second_run_does_nothing(
     patcher: ContextPatcher, dataset: Path, extracted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +430,36 @@ def test_the_plan_is_right(patcher: ContextPatcher, dataset: Path, tmp_path: Pat
     assert "TOO LITTLE (--factors-dtype" in str(full)
 
 
+def test_a_full_disk(
+    patcher: ContextPatcher, dataset: Path, extracted: Path, tmp_path: Path
+) -> None:
+    """What was written is whole, and the run goes on where there is room."""
+    sizes = sorted(path.stat().st_size for path in extracted.glob("shards/*"))
+    with full_disk(1000), pytest.raises(OSError, match=r"File too large: '.*shards/"):
+        scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=SMALL)
+    assert len(scale.PatchDataset(tmp_path / "out")) == 0
+    with full_disk(sizes[0] + 1), pytest.raises(OSError, match=r"File too large: '.*shards/"):
+        scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=SMALL)
+    there = scale.PatchDataset(tmp_path / "out")
+    for _, patch in there.batches():
+        assert patcher.forward(patch.kept_ids, patch).isfinite().all()
+    assert files(tmp_path / "out").items() <= files(extracted).items()
+    scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=SMALL)
+    assert files(tmp_path / "out") == files(extracted)
+
+
+def test_files_of_another_run(dataset: Path, extracted: Path) -> None:
+    before = files(extracted)
+    for update, seed, differing in (("stable", 0, "update"), ("exact", 7, "fingerprint")):
+        model = build("llama", seed, vocab_size=VOCABULARY)
+        with (
+            ContextPatcher(model, update, tokenizer=TOKENIZER) as other,
+            pytest.raises(ValueError, match=f"expected patches of this run .* with {differing} "),
+        ):
+            scale.extract_dataset(other, dataset, extracted)
+    assert files(extracted) == before
+
+
 def test_a_foreign_shard(extracted: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(extracted, tmp_path / "mixed")
     model = build("llama", 7, vocab_size=VOCABULARY)
@@ -465,11 +512,7 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         scale.PatchDataset(tmp_path)
 
 
-def test_bad_arguments(patcher: ContextPatcher, dataset: Path, tmp_path: Path) -> None:
-    none = scale.Contents(layers=slice(5, None))
-    with pytest.raises(ValueError, match=r"expected layers among 3, .* slice\(5, None, None\)"):
-        scale.extract_dataset(patcher, dataset, tmp_path / "none", contents=none)
-    assert not (tmp_path / "none").exists()
+def test_bad_arguments(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected factors_dtype torch\.bfloat16, got torch\.fl"):
         scale.Contents(factors_dtype=torch.float16)
     with pytest.raises(ValueError, match="expected numbers ≥ 1, got Batching"):
