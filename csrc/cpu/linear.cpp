@@ -480,7 +480,8 @@ void outputs_on_tiles(const Linear& call, const float* z, int64_t z_stride,
                       const float* coefficients, int64_t begin, int64_t end) {
   const int64_t columns = tile_columns(call), pairs = z_stride / 2, stride = call.weight.row;
   const int64_t blocks = (call.rows + kTileRows - 1) / kTileRows;
-  const int64_t group = std::min(blocks, kWeightTiles) * kTileRows, group_bytes = group * call.k * 2;
+  const int64_t group = std::min(blocks, kWeightTiles) * kTileRows;
+  const int64_t group_bytes = group * call.k * 2;
   const int64_t groups_ahead = kPrefetchBytes / std::max<int64_t>(group_bytes, 1) + 1;
   T tiles(columns);
   TileSums sums[kMaxRowBlocks][kWeightTiles];

@@ -4,8 +4,9 @@ and not here.
 Torch chooses the kernel of a product by the number of rows, computes the last elements of a tensor
 by other instructions than the elements before them, and sums attention in an order that depends on
 padding. Each changes the last bits of a row. The replacements compute a row in the same order at
-every place: products by :func:`icl_patch.ops.patched_linear`, activations from functions that torch
-rounds alike everywhere (exp, log1p, tanh, erf), attention over the keys that a row sees.
+every place: products by :func:`icl_patch.ops.patched_linear`, activations by our kernel or from
+functions that torch rounds alike everywhere (exp, log1p, tanh, erf), attention over the keys that a
+row sees.
 """
 
 import math

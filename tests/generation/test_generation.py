@@ -19,7 +19,7 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
     model, ids, mask = build(family, 1, dtype), tokens(7, 3, 12), ragged(3, 12, side="left")
     expected = torch.stack(list(own_steps(model, ids, mask, 12)), 1)
     settings: dict = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    at_once = model.generate(ids, attention_mask=mask.long(), **settings)[:, ids.shape[1] :]
+    generated = model.generate(ids, attention_mask=mask.long(), **settings)[:, ids.shape[1] :]
     expected_ids = expected.argmax(-1)
     with ContextPatcher(model, "exact") as patcher:
         steps = list(patcher.generate(ids, context_mask=mask, mode="two_pass", **settings))
@@ -27,7 +27,7 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
     assert torch.equal(torch.stack([step.logits for step in steps], 1), expected)
     # a token of bf16 may differ where the context is run at once, and all that follow
     if dtype == torch.float32:
-        assert torch.equal(expected_ids, at_once)
+        assert torch.equal(expected_ids, generated)
     # three rows with something of their own to say
     assert len({tuple(row) for row in expected_ids.tolist()}) == 3
 
