@@ -65,8 +65,14 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   Tensor y = allocate(query, {rows, heads, call.e}, query.scalar_type(), call.y);
   std::vector<float> partial(rows * heads * call.parts * (call.e + 2));
   call.partial = partial.data();
-  run_rows(&CpuDriver::attention_parts, call, rows * groups * call.parts,
-           2 * Attention::kPart * (d + call.e));
+  // Rows see different numbers of keys: without the empty parts the threads share the work evenly.
+  std::vector<int64_t> items;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t group = 0; group < groups; ++group)
+      for (int64_t part = 0; part * Attention::kPart < counts[row]; ++part)
+        items.push_back((row * groups + group) * call.parts + part);
+  call.items = items.data();
+  run_rows(&CpuDriver::attention_parts, call, items.size(), 2 * Attention::kPart * (d + call.e));
   run_rows(&CpuDriver::attention_outputs, call, rows * heads, call.parts * call.e);
   return y;
 }

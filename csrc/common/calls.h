@@ -103,6 +103,7 @@ struct Attention {
   int64_t query_row = 0, key_row = 0, key_group = 0, value_row = 0, value_group = 0;  // strides
   const int32_t* visible = nullptr;  // (rows, keys): the keys that a row sees; null for all
   const int64_t* counts = nullptr;   // (rows,): how many they are
+  const int64_t* items = nullptr;    // the parts with keys, in the order (rows, groups, parts)
   float scale = 0;
   float* partial = nullptr;  // (rows, groups, parts, heads / groups, 2 + e)
   void* y = nullptr;         // (rows, heads, e) contiguous, the query's dtype

@@ -14,6 +14,11 @@ namespace icl_patch::ICL_PATCH_ISA {
 namespace {
 
 constexpr int kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int kKeysTogether = 16, kHeadsTogether = 4;
+#else  // half as many registers, of half as many lanes
+constexpr int kKeysTogether = 4, kHeadsTogether = 1;
+#endif
 constexpr int64_t kBlock = 32;  // keys that are in fp32 at a time
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
@@ -61,46 +66,99 @@ ICL_PATCH_INLINE float sum_of(V x) {
   }
 }
 
+ICL_PATCH_INLINE float largest_of(const float* x, int64_t count) {
+  float most[kLanes], found = kLeast;
+  std::fill(most, most + kLanes, kLeast);
+  int64_t j = 0;
+  for (; j + kLanes <= count; j += kLanes)
+    for (int i = 0; i < kLanes; ++i) most[i] = larger_of(most[i], x[j + i]);
+  for (; j < count; ++j) found = larger_of(found, x[j]);
+  for (int i = 0; i < kLanes; ++i) found = larger_of(found, most[i]);
+  return found;
+}
+
+#if defined(__AVX512F__)
+// Adds the halves, kWidth lanes each, of what is left of pairs of vectors, and puts both sums into
+// one vector.
+template <int kWidth, int kCount>
+ICL_PATCH_INLINE void add_halves(Vector (&x)[kCount]) {
+  const auto half = [](int first) ICL_PATCH_INLINE_LAMBDA {
+    alignas(64) int32_t lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes[i] = first + i / kWidth * 2 * kWidth + i % kWidth;
+    return _mm512_load_si512(lanes);
+  };
+  const __m512i low = half(0), high = half(kWidth);
+#pragma GCC unroll 16
+  for (int i = 0; i < 2 * kWidth; i += 2)
+    x[i / 2] = _mm512_permutex2var_ps(x[i], low, x[i + 1]) +
+               _mm512_permutex2var_ps(x[i], high, x[i + 1]);
+}
+#endif
+
+// sums[i] = the sum of the lanes of x[i], with the bits of sum_of.
+template <int kCount>
+ICL_PATCH_INLINE void sums_of(Vector (&x)[kCount], float* sums) {
+#if defined(__AVX512F__)
+  if constexpr (kCount == kLanes) {
+    add_halves<8>(x);
+    add_halves<4>(x);
+    add_halves<2>(x);
+    add_halves<1>(x);
+    memcpy(sums, x, sizeof *x);
+    return;
+  }
+#endif
+  for (int i = 0; i < kCount; ++i) sums[i] = sum_of(x[i]);
+}
+
 // scores[j] = scale q·rows[j].
 ICL_PATCH_INLINE void multiply(const float* q, const float* const* rows, int64_t count, int64_t d,
                                float scale, float* scores) {
-  constexpr int kTogether = 4;  // keys
   const auto some = [&](auto together, int64_t j) ICL_PATCH_INLINE_LAMBDA {
     constexpr int kKeys = decltype(together)::value;
-    Vector sums[kKeys] = {};
+    Vector products[kKeys] = {};
     int64_t k = 0;
     for (; k + kLanes <= d; k += kLanes)
-      for (int i = 0; i < kKeys; ++i) sums[i] += vector_at(q + k) * vector_at(rows[j + i] + k);
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i)
+        products[i] += vector_at(q + k) * vector_at(rows[j + i] + k);
     if (k < d)
       for (int i = 0; i < kKeys; ++i)
-        sums[i] += vector_at(q + k, d - k) * vector_at(rows[j + i] + k, d - k);
-    for (int i = 0; i < kKeys; ++i) scores[j + i] = scale * sum_of(sums[i]);
+        products[i] += vector_at(q + k, d - k) * vector_at(rows[j + i] + k, d - k);
+    sums_of(products, scores + j);
+    for (int i = 0; i < kKeys; ++i) scores[j + i] *= scale;
   };
   int64_t j = 0;
-  for (; j + kTogether <= count; j += kTogether)
-    some(std::integral_constant<int, kTogether>{}, j);
+  for (; j + kKeysTogether <= count; j += kKeysTogether)
+    some(std::integral_constant<int, kKeysTogether>{}, j);
   for (; j < count; ++j) some(std::integral_constant<int, 1>{}, j);
 }
 
-// y += Σ_j weights[j] rows[j].
-ICL_PATCH_INLINE void add_rows(const float* weights, const float* const* rows, int64_t count,
-                               int64_t n, float* y) {
+// y[h] += Σ_j weights[h][j] rows[j] of kHeads heads, which lie `apart` and `y_apart` from each
+// other.
+template <int kHeads>
+ICL_PATCH_INLINE void add_rows(const float* weights, int64_t apart, const float* const* rows,
+                               int64_t count, int64_t n, float* y, int64_t y_apart) {
   constexpr int kTogether = 4;  // vectors
   const auto some = [&](auto together, int64_t e) ICL_PATCH_INLINE_LAMBDA {
     constexpr int kVectors = decltype(together)::value;
-    Vector sums[kVectors];
-    memcpy(sums, y + e, sizeof sums);
+    Vector sums[kHeads][kVectors];
+    for (int h = 0; h < kHeads; ++h) memcpy(sums[h], y + h * y_apart + e, sizeof sums[h]);
     for (int64_t j = 0; j < count; ++j)
-      for (int i = 0; i < kVectors; ++i)
-        sums[i] += weights[j] * vector_at(rows[j] + e + i * kLanes);
-    memcpy(y + e, sums, sizeof sums);
+      for (int i = 0; i < kVectors; ++i) {
+        const Vector x = vector_at(rows[j] + e + i * kLanes);
+        for (int h = 0; h < kHeads; ++h) sums[h][i] += weights[h * apart + j] * x;
+      }
+    for (int h = 0; h < kHeads; ++h) memcpy(y + h * y_apart + e, sums[h], sizeof sums[h]);
   };
   int64_t e = 0;
   for (; e + kTogether * kLanes <= n; e += kTogether * kLanes)
     some(std::integral_constant<int, kTogether>{}, e);
   for (; e + kLanes <= n; e += kLanes) some(std::integral_constant<int, 1>{}, e);
   for (; e < n; ++e)
-    for (int64_t j = 0; j < count; ++j) y[e] += weights[j] * rows[j][e];
+    for (int h = 0; h < kHeads; ++h)
+      for (int64_t j = 0; j < count; ++j)
+        y[h * y_apart + e] += weights[h * apart + j] * rows[j][e];
 }
 
 // Rows of keys or values in fp32: their addresses, or those of copies.
@@ -138,19 +196,19 @@ class Rows {
 
 }  // namespace
 
-// Parts [begin, end) of all rows and heads of keys.
+// Parts [begin, end) of those in `items`, of all rows and heads of keys.
 void attention_parts(const Attention& call, int64_t begin, int64_t end) {
   const int64_t d = call.d, e = call.e, shared = call.heads / call.groups;
   std::vector<float> q(shared * d);
   Rows block(std::max(d, e));
   std::vector<float> weights(shared * Attention::kPart);
-  for (int64_t item = begin; item < end; ++item) {
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t item = call.items[i];
     const int64_t part = item % call.parts, group = item / call.parts % call.groups;
     const int64_t row = item / call.parts / call.groups;
     const int32_t* visible = call.visible ? call.visible + row * call.keys : nullptr;
     const int64_t first = part * Attention::kPart;
     const int64_t count = std::min(Attention::kPart, call.counts[row] - first);
-    if (count <= 0) continue;
     const Matrix key = call.key.shifted(row * call.key_row + group * call.key_group);
     const Matrix value = call.value.shifted(row * call.value_row + group * call.value_group);
     for (int64_t h = 0; h < shared; ++h)
@@ -164,9 +222,8 @@ void attention_parts(const Attention& call, int64_t begin, int64_t end) {
     float* outputs = call.partial + item * shared * (e + 2);
     for (int64_t h = 0; h < shared; ++h) {
       float *w = &weights[h * Attention::kPart], *out = outputs + h * (e + 2);
-      float most = kLeast;
+      const float most = largest_of(w, count);
       Vector sums = {};
-      for (int64_t j = 0; j < count; ++j) most = larger_of(most, w[j]);
       for (int64_t j = 0; j < count; ++j) w[j] = exp_of_negative(w[j] - most);
       int64_t j = 0;
       for (; j + kLanes <= count; j += kLanes) sums += vector_at(w + j);
@@ -178,8 +235,19 @@ void attention_parts(const Attention& call, int64_t begin, int64_t end) {
     for (int64_t j = 0; j < count; j += kBlock) {
       const int64_t some = std::min(kBlock, count - j);
       const float* const* rows = block.load(value, visible, first + j, some, e);
-      for (int64_t h = 0; h < shared; ++h)
-        add_rows(&weights[h * Attention::kPart + j], rows, some, e, outputs + h * (e + 2) + 2);
+      const auto add = [&](auto heads, int64_t h) ICL_PATCH_INLINE_LAMBDA {
+        add_rows<decltype(heads)::value>(&weights[h * Attention::kPart + j], Attention::kPart, rows,
+                                         some, e, outputs + h * (e + 2) + 2, e + 2);
+      };
+      int64_t h = 0;
+      for (; h + kHeadsTogether <= shared; h += kHeadsTogether)
+        add(std::integral_constant<int, kHeadsTogether>{}, h);
+      if (h + 3 == shared)
+        add(std::integral_constant<int, 3>{}, h);
+      else if (h + 2 == shared)
+        add(std::integral_constant<int, 2>{}, h);
+      else if (h + 1 == shared)
+        add(std::integral_constant<int, 1>{}, h);
     }
   }
 }
