@@ -266,24 +266,16 @@ class BlockRecorder:
         """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
         found = ops.read_direction(h, torch.float64 if self.exact else None)
         v, inverse, _ = of_part(layer, h, found)
-        v = self.zero_padding(v)
-        gain = (h.double() * v).sum(-1, keepdim=True) if self.exact else None
-        self.keep_written(layer, y, target.to(v.dtype), v, inverse, gain)
+        self.keep_written(layer, y, target.to(v.dtype), self.zero_padding(v), inverse)
 
     def keep_written(
-        self,
-        layer: PatchedLinear,
-        y: Tensor,
-        u: Tensor,
-        v: Tensor,
-        inverse: Tensor,
-        gain: Tensor | None,
+        self, layer: PatchedLinear, y: Tensor, u: Tensor, v: Tensor, inverse: Tensor
     ) -> None:
-        """Keep a weight writer's factors; ``gain`` is v·h where the loop is going to be closed."""
+        """Keep a weight writer's factors; ``inverse`` is 1 / ‖h‖² (B, T), or 0 without a v."""
         self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
-        if gain is not None:
-            self.open_loop(y, gain, layer, "u")
+        if self.exact:  # v·h is 1 up to fp64's rounding, which no rounded sum shows
+            self.open_loop(y, inverse.sign().unsqueeze(-1), layer, "u")
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
@@ -421,21 +413,21 @@ class BlockRecorder:
             )
         multiplier, (_, total_own) = self.spec.residual_multiplier, self.split(total)
         written = multiplier * (loop.base + loop.factor * loop.gain)
-        closed = updates.close(
-            target, total_own - written, loop.base, loop.gain, loop.factor, multiplier
-        )
-        factor = self.fill_padding(closed.factor, loop.factor)
-        self.close_loop(factor, closed.misses, closed.correction)
+        residual = total_own - written
+        closed = updates.close(target, residual, loop.base, loop.gain, loop.factor, multiplier)
+        self.close_loop(self.fill_padding(closed.factor, loop.factor), closed.misses, residual)
         # Padding continues as in the replay: the rows that an expert gets decide how its products
         # round.
         unpatched = updates.round_sum(total_own, written, closed.output.dtype)
         return self.fill_padding(closed.output, unpatched).reshape(total.shape)
 
-    def close_loop(self, factor: Tensor, misses: Tensor, correction: Tensor) -> None:
-        """Keep the factor that was chosen, with the elements that it misses."""
+    def close_loop(self, factor: Tensor, misses: Tensor, residual: Tensor) -> None:
+        """Keep the factor that was chosen for a residual, with the elements that it misses."""
         assert self.loop is not None
-        self.keep(self.loop.layer, **{self.loop.name: factor})
-        self.note("closing", misses, correction)
+        base, gain, started_from, layer, name = self.loop
+        self.keep(layer, **{name: factor})
+        branch = self.spec.residual_multiplier
+        self.note("closing", misses, factor, residual, base, gain, started_from, branch)
 
 
 def same_place(x: Tensor, y: Tensor) -> bool:

@@ -280,7 +280,8 @@ def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
         alike = list(group)
         closed = _closed(alike)
         for recorder, part in zip(alike, closed, strict=True):
-            recorder.close_loop(part.factor, part.misses, part.correction)
+            assert recorder.residual is not None
+            recorder.close_loop(part.factor, part.misses, recorder.residual)
             misses.append(part.misses.squeeze(1))
     return torch.stack(misses)
 
@@ -301,8 +302,7 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
             recorder.context.hidden, recorder.delta = stream, delta
         target = torch.stack([recorder.writer_target() for recorder in alike])
         v, inverse, _ = ops.read_direction(h, torch.float64)
-        gain = (h.double() * v).sum(-1, keepdim=True)
-        parts = (y.double(), target.double(), v, inverse, gain)
+        parts = (y.double(), target.double(), v, inverse)
         for recorder, layer, *factors in zip(alike, layers, *parts, strict=True):
             recorder.keep_written(layer, *factors)
 

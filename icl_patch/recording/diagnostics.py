@@ -12,6 +12,7 @@ from torch.utils._pytree import register_dataclass
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.patch.context_patch import PatchReport, blank_report
+from icl_patch.recording import updates
 
 # A call of a method of BlockDiagnostics that is still to be made: the name, and the arguments.
 Note = tuple[str, tuple[Any, ...]]
@@ -103,10 +104,13 @@ class BlockDiagnostics:
         """Record how many chosen experts differ from those chosen with the context, (B, T)."""
         self._largest("experts_changed", changed)
 
-    def closing(self, misses: Tensor, correction: Tensor) -> None:
-        """Record the misses and the correction of an exact update, (B, T) each."""
+    def closing(self, misses: Tensor, *closed: Any) -> None:
+        """Record the misses (B, T) and the correction of an exact update.
+
+        closed: the arguments of :func:`icl_patch.recording.updates.correction`.
+        """
         self._largest("misses", misses)
-        self._largest("correction", correction)
+        self._largest("correction", updates.correction(*closed))
 
     def _largest(self, name: str, value: Tensor) -> None:
         before = getattr(self.report, name)

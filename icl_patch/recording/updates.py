@@ -58,18 +58,14 @@ def off_zero(patched: Tensor, hidden_down: Tensor, addend: Tensor | None = None)
 
 
 class Closed(NamedTuple):
-    """An exact writer's factor (fp64), the rounded output it gives, and per row: misses of the
-    target, size of the correction.
+    """An exact writer's factor (fp64), the rounded output it gives, and each row's misses of the
+    target.
     """
 
     # (M, d): u of a weight or experts writer, Δb of a bias writer, m' of a scale writer
     factor: Tensor
     output: Tensor  # (M, d) the target's dtype
     misses: Tensor  # (M,) int64
-    # (M,) the root mean square of the changes of the output by closing, each relative to the terms
-    # of its own element or the row's typical size: in a norm over the row one very large element
-    # would hide the others
-    correction: Tensor
 
 
 def round_sum(total: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,8 +107,24 @@ def close(
         reachable, needed / torch.where(reachable, gain64, 1.0), started_from.double()
     )
     output = round_sum(residual64 + branch * (base64 + factor * gain64), residual, target.dtype)
-    change = ((factor - started_from) * gain64 * branch).abs()
-    size = residual64.abs() + (branch * (base64 + factor * gain64)).abs()
+    return Closed(factor, output, (output != target).sum(-1))
+
+
+def correction(
+    factor: Tensor,
+    residual: Tensor,
+    base: Tensor,
+    gain: Tensor,
+    started_from: Tensor,
+    branch: float = 1.0,
+) -> Tensor:
+    """The size (M,) of what :func:`close` changed: the root mean square of the changes of the
+    block's output, each relative to the terms of its own element or the row's typical size. In a
+    norm over the row one very large element would hide the others.
+
+    factor: that :func:`close` chose from the other arguments.
+    """
+    change = ((factor - started_from) * gain * branch).abs()
+    size = residual.double().abs() + (branch * (base + factor * gain)).abs()
     size = torch.maximum(size, size.sqrt().mean(-1, keepdim=True).square())
-    correction = (change / torch.where(size > 0, size, 1.0)).square().mean(-1).sqrt()
-    return Closed(factor, output, (output != target).sum(-1), correction)
+    return (change / torch.where(size > 0, size, 1.0)).square().mean(-1).sqrt()

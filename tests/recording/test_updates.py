@@ -278,7 +278,8 @@ def test_close_behind_a_factor_of_the_branch(branch: float) -> None:
     total = residual.double() + branch * (base.double() + closed.factor * gain.double())
     assert torch.equal(total.float(), closed.output)
     assert torch.equal(closed.factor, started.double()) == (branch == 0)
-    assert (closed.correction == 0).all() == (branch == 0)
+    correction = updates.correction(closed.factor, residual, base, gain, started, branch)
+    assert (correction == 0).all() == (branch == 0)
 
 
 def test_a_target_lost_in_the_residual_is_a_miss() -> None:
@@ -306,14 +307,12 @@ def test_correction_is_the_size_of_the_change() -> None:
     size = residual.double().abs() + (base + closed.factor * gain).abs()
     size = size.maximum(size.sqrt().mean(-1, keepdim=True) ** 2)
     expected = (change / size).square().mean(-1).sqrt()
-    torch.testing.assert_close(closed.correction, expected)
-    assert closed.correction[2] <= 4 * ULP
-    assert closed.correction[3] > 0.3  # all that the writer writes, beside the residual stream
-    assert (
-        (closed.correction[[0, 1, 4, 5]] > 2e-4) & (closed.correction[[0, 1, 4, 5]] < 5e-3)
-    ).all()
-    zero = updates.close(
-        torch.zeros(1, 32).bfloat16(), residual[:1], base[:1], gain[:1], started[:1]
-    )
-    assert zero.correction.isfinite().all()
+    correction = updates.correction(closed.factor, residual, base, gain, started)
+    torch.testing.assert_close(correction, expected)
+    assert correction[2] <= 4 * ULP
+    assert correction[3] > 0.3  # all that the writer writes, beside the residual stream
+    assert ((correction[[0, 1, 4, 5]] > 2e-4) & (correction[[0, 1, 4, 5]] < 5e-3)).all()
+    parts = [residual[:1], base[:1], gain[:1], started[:1]]
+    zero = updates.close(torch.zeros(1, 32).bfloat16(), *parts)
+    assert updates.correction(zero.factor, *parts).isfinite().all()
     assert zero.misses.tolist() == [0]
