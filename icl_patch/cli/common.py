@@ -28,6 +28,13 @@ UPDATES = ("direct", "stable", "exact")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, which every command has; :func:`print_result` follows it."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+
+
 def add_verbose(parser: argparse.ArgumentParser) -> None:
     """Add --verbose: tables of all measurements."""
     parser.add_argument(

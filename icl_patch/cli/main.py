@@ -24,6 +24,7 @@ from typing import NoReturn
 from icl_patch._version import __version__
 from icl_patch.cli import (
     apply,
+    common,
     demo,
     export,
     extract,
@@ -109,9 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=command.HELP, description=f"{command.HELP[0].upper()}{command.HELP[1:]}."
         )
-        subparser.add_argument(
-            "--json", action="store_true", help="print one JSON object instead of tables"
-        )
+        common.add_json(subparser)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

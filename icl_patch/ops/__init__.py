@@ -10,7 +10,7 @@ from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import has_kernels, has_triton
 from icl_patch.ops.experts import expert_linear
 from icl_patch.ops.gated_product import gated_product, has_gated_product
-from icl_patch.ops.inversion import invert_rmsnorm, stable_scale
+from icl_patch.ops.inversion import invert_rmsnorm
 from icl_patch.ops.linear import (
     add_low_rank,
     gemv_products,
@@ -20,7 +20,8 @@ from icl_patch.ops.linear import (
     record_linears,
 )
 from icl_patch.ops.norms import NormPair, norm_pair, rms_norm, rms_normalize
-from icl_patch.ops.reference import InversionStatus, RMSNormInverse, StableScale
+from icl_patch.ops.reference import InversionStatus, RMSNormInverse
+from icl_patch.ops.stable_update import StableScale, stable_scale
 
 __all__ = [
     "Direction",

@@ -1,15 +1,14 @@
-"""The inversion of RMSNorm, and the stable update that is built on it."""
+"""The inversion of RMSNorm."""
 
 import torch
 from torch import Tensor
 
-from icl_patch.checks import check_inversion, check_stable_scale
+from icl_patch.checks import check_inversion
 from icl_patch.ops import native, reference
 from icl_patch.ops.dispatch import native_serves
-from icl_patch.ops.reference import RMSNormInverse, StableScale
+from icl_patch.ops.reference import RMSNormInverse
 
 _invert_rmsnorm = native.op("invert_rmsnorm", check_inversion.results)
-_stable_scale = native.op("stable_scale", check_stable_scale.results)
 
 
 def invert_rmsnorm(
@@ -50,38 +49,3 @@ def invert_rmsnorm(
     with torch.no_grad():
         parts = _invert_rmsnorm(target, scale, rms, eps, fallback)
     return RMSNormInverse(*parts)
-
-
-def stable_scale(
-    delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0
-) -> StableScale:
-    """All of the stable update of ``m ⊙ Norm(h)`` in one launch: ``h_target - h`` and ``m'`` with
-    ``m' ⊙ Norm(h_target) = g``.
-
-    ``g = delta + m ⊙ Norm(h)``; ``h_target`` is :func:`invert_rmsnorm` of g at the RMS of h, with h
-    for a fallback and with no ``|m_k|`` below ``0.25 rms m``, so that no coordinate is out of reach
-    or loses digits (:func:`icl_patch.ops.reference.floor_scale`); ``m' = m - μ ⊘ m`` takes the
-    rest. A row with a delta of 0 stays as it is.
-
-    Args:
-        delta: (M, d) of any float dtype and strides. All arithmetic is fp64.
-        scale: m, (d,) or (M, d).
-        hidden_down: h, (M, d). A row of zeros has no RMS to keep and gets ``h_target`` of RMS 1.
-        eps: the norm's.
-
-    Returns:
-        StableScale(u, shift, new_scale, status, evaluations), ``u = h_target - h`` rounded once.
-        Not differentiable.
-
-    Raises:
-        TypeError: a dtype is not floating.
-        ValueError: a shape, a device or ``eps`` does not fit.
-
-    Source: Goldwaser et al. (2025), Appendix B, with ``Δm = r ⊘ h_norm`` in closed form.
-    """
-    check_stable_scale(delta, scale, hidden_down, eps)
-    if not native_serves(delta.device.type):
-        return reference.stable_scale(delta, scale, hidden_down, eps)
-    with torch.no_grad():
-        parts = _stable_scale(delta, scale, hidden_down, eps)
-    return StableScale(*parts)

@@ -45,22 +45,6 @@ class RMSNormInverse:
     evaluations: Tensor
 
 
-@dataclass(frozen=True)
-class StableScale:
-    """Result of :func:`icl_patch.ops.stable_scale` for ``M`` rows of ``d`` coordinates.
-
-    u: (M, d) fp32 (fp64 where an input is), ``h_target - h_down``.
-    new_scale: (M, d) fp64.
-    shift, status, evaluations: as in :class:`RMSNormInverse`.
-    """
-
-    u: Tensor
-    shift: Tensor
-    new_scale: Tensor
-    status: Tensor
-    evaluations: Tensor
-
-
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     """fp64 if any of the tensors is, else fp32."""
     return (
@@ -290,43 +274,4 @@ def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
     return torch.ldexp(
         torch.ones_like(m[:, :1]),
         torch.where(exponent.abs() > 160, -exponent.clamp(-1000, 1000), 0),
-    )
-
-
-_SCALE_FLOOR = 0.25
-
-
-def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
-    """The scale that the stable update inverts for, (M, d): no ``|m_k|`` is below ``0.25 rms m``,
-    or ``0.25 rms g`` where all of m is 0.
-
-    A small ``m_k`` asks for a small input of the norm and a large new scale, which multiplies the
-    rounding errors of that input: it is the sum of ``h_down`` and a change of about its size. And
-    through ``m_k = 0`` nothing can reach ``g_k``. The update is free to choose any ``m'``, so it
-    inverts for a floored scale instead; ``m'_k y_k = g_k`` then holds for every k.
-    """
-    m = scale.double().expand(target.shape[0], -1)
-    size = m.square().mean(1, keepdim=True)
-    size = torch.where(size == 0, target.double().square().mean(1, keepdim=True), size)
-    floor = _SCALE_FLOOR * size.sqrt()
-    return torch.where(m.abs() < floor, torch.where(m < 0, -floor, floor), m)
-
-
-def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) -> StableScale:
-    """Appendix B for a batch of rows, in fp64; see :func:`icl_patch.ops.stable_scale`."""
-    h, m = hidden_down.double(), scale.double().expand(delta.shape)
-    mean = h.square().mean(-1, keepdim=True)
-    # h_down = 0 has no RMS to keep; the norm of h_target is free
-    rms = torch.where(mean > 0, mean.sqrt(), 1.0).squeeze(-1)
-    target = delta.double() + m * (h * torch.where(mean + eps > 0, (mean + eps).rsqrt(), 0.0))
-    inverse = invert_rmsnorm(target, floor_scale(scale, target), rms, eps, h)
-    unchanged = (delta == 0).all(-1)
-    nothing = unchanged | (inverse.status == InversionStatus.BAD_RADIUS)
-    u = (inverse.hidden - h).masked_fill(nothing.unsqueeze(1), 0)
-    return StableScale(
-        u=u.to(accumulation_dtype(delta, scale, hidden_down)),
-        shift=inverse.shift.masked_fill(unchanged, 0),
-        new_scale=torch.where(nothing.unsqueeze(1), m, inverse.new_scale),
-        status=inverse.status.masked_fill(unchanged, int(InversionStatus.EASY)),
-        evaluations=inverse.evaluations.masked_fill(unchanged, 0),
     )

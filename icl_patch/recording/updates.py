@@ -2,8 +2,8 @@
 
 Shapes: ``M`` rows (one a token), ``d`` residual width, ``I`` inner width. ``delta = hidden_ctx -
 hidden`` is the context's change of the residual stream before the MLP; a reader is a linear map of
-the MLP's input, the writer is the last module of the MLP. The stable update of a scale writer is
-:func:`icl_patch.ops.stable_scale`.
+the MLP's input, the writer is the last module of the MLP. The stable update of a scale writer is in
+:mod:`icl_patch.ops.stable_update`.
 """
 
 from typing import NamedTuple

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.trace import first_tensor
-from icl_patch.ops.reference import rms_normalize, stable_scale
+from icl_patch.ops.reference import rms_normalize
+from icl_patch.ops.stable_update import reference_stable_scale
 
 Activations = dict[str, Tensor]
 """Inputs (K,) of a block's patched modules by name, of the last token, and the residual stream
@@ -121,7 +122,7 @@ def _update_writer(
         h_down, scale = target[str(spec.post_norm)], norm.weight + spec.scale_offset
         change = delta / rms_normalize(h_down, norm.eps)
         if stable:
-            found = stable_scale(delta[None], scale, h_down[None], norm.eps)
+            found = reference_stable_scale(delta[None], scale, h_down[None], norm.eps)
             _add_outer(module, spec, str(spec.down), found.u[0], target[str(spec.down)])
             change = found.new_scale[0] - scale
         norm.weight.data = norm.weight.data + change.to(scale.dtype)
