@@ -48,6 +48,7 @@ CPU_FLAGS = ["-fno-math-errno", "-fno-trapping-math"]
 # it.
 CPU_DRIVERS = {
     "attention": [],
+    "gated_product": ["-ffp-contract=off"],
     "linear": [],
     "rmsnorm_inverse": ["-ffp-contract=off"],
     "row_ops": ["-ffp-contract=off"],

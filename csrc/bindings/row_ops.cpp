@@ -1,5 +1,4 @@
-// read_direction, rms_norm, norm_pair and gated_product, on the CPU.
-#include <string>
+// read_direction, rms_norm and norm_pair, on the CPU.
 #include <tuple>
 
 #include "bindings/tensors.h"
@@ -62,23 +61,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_pair(const Tensor& hidden, const
   return {z_pair, delta, v, inverse_norm2};
 }
 
-Tensor gated_product(const Tensor& gate, const Tensor& up, std::string activation) {
-  check("gate", gate, gate, {-1, -1});
-  check("up", up, gate, {gate.size(0), gate.size(1)});
-  Gated call;
-  call.rows = gate.size(0);
-  call.n = gate.size(1);
-  call.gate = matrix("gate", gate, gate, call.rows, call.n);
-  call.up = matrix("up", up, gate, call.rows, call.n);
-  call.gelu = activation == "gelu_tanh";
-  STD_TORCH_CHECK(call.gelu || activation == "silu", "expected activation gelu_tanh or silu, got ",
-                  activation);
-  STD_TORCH_CHECK(call.gate.dtype == call.up.dtype, "expected gate and up of one dtype");
-  Tensor y = allocate(gate, {call.rows, call.n}, gate.scalar_type(), call.y);
-  run_rows(&CpuDriver::gated_outputs, call, call.rows * call.n, 2);
-  return y;
-}
-
 }  // namespace
 }  // namespace icl_patch
 
@@ -86,5 +68,4 @@ STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
   ICL_PATCH_IMPL(read_direction);
   ICL_PATCH_IMPL(rms_norm);
   ICL_PATCH_IMPL(norm_pair);
-  ICL_PATCH_IMPL(gated_product);
 }
