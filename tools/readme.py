@@ -134,7 +134,7 @@ def steps(processor: str) -> str:
     bold those that are slower than it.
     """
     ours = [name for name in STEPS if "two_pass" not in name][:4]
-    rows = []
+    rows = {}
     for case, seconds in _seconds("generation", processor).items():
         _, dtype, batch, context = case.split()
         # the layout that the dtype takes by itself comes first
@@ -143,13 +143,11 @@ def steps(processor: str) -> str:
         ratios = [round(seconds[call] / seconds[PLAIN_STEP], 2) for call in calls]
         cells = [f"**{x:.2f}×**" if x > 1 else f"{x:.2f}×" for x in ratios]
         own = f"{1e3 * seconds[PLAIN_STEP]:.0f} ms"
-        length = int(context.partition("=")[2])
-        rows.append((dtype != "float32", length, int(batch[2:]), [DTYPES[dtype], own, *cells]))
-    table = [
-        [cells[0], f"{length:,}", str(batch), *cells[1:]]
-        for _, length, batch, cells in sorted(rows)
-    ]
-    return _table(["dtype", "context", "batch", "the model's own step", *ours], table)
+        sizes = int(context.partition("=")[2]), int(batch[2:])
+        shown = [DTYPES[dtype], *(f"{size:,}" for size in sizes), own, *cells]
+        rows[dtype != "float32", *sizes] = shown
+    columns = ["dtype", "context", "batch", "the model's own step", *ours]
+    return _table(columns, [row for _, row in sorted(rows.items())])
 
 
 def timed(benchmark: str) -> str:
