@@ -207,10 +207,9 @@ def measure(
     return {"result": "right" if cell["error"] <= limit else "wrong", **cell}
 
 
-def cells_of(
-    model_type: str, changes: dict[str, Any], realistic: bool = False
-) -> Iterator[dict[str, Any]]:
-    """All cells of a type."""
+def cells_of(model_type: str, changes: dict[str, Any], realistic: bool) -> list[dict[str, Any]]:
+    """All cells of a type, by one thread."""
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
 
@@ -222,18 +221,19 @@ def cells_of(
             model(torch.tensor([[3, 4, 5]]))
         return model, prepare(model, dtype, realistic)
 
+    cells = []
     for name, scenario in (SCENARIOS | (HALF if realistic else {})).items():
         for update in UPDATES if scenario.dtype is torch.float32 else ("exact",):
             cell: dict[str, Any] = {"scenario": name, "update": update}
             try:
                 model, first = prepared(scenario.dtype)
             except Exception as error:
-                yield cell | failure(error, "not built")
-                return
+                return [*cells, cell | failure(error, "not built")]
             try:
-                yield cell | measure(model, update, scenario, first)
+                cells.append(cell | measure(model, update, scenario, first))
             except Exception as error:
-                yield cell | failure(error, "crashed")
+                cells.append(cell | failure(error, "crashed"))
+    return cells
 
 
 def failure(error: Exception, unexpected: str) -> dict[str, str]:
@@ -248,12 +248,6 @@ def failure(error: Exception, unexpected: str) -> dict[str, str]:
 # -- processes
 
 
-def all_cells(*job: Any) -> list[dict[str, Any]]:
-    """Those of :func:`cells_of`, in a process with one thread."""
-    torch.set_num_threads(1)
-    return list(cells_of(*job))
-
-
 def run_apart(
     key: dict[str, str], changes: dict[str, Any], realistic: bool
 ) -> list[dict[str, Any]]:
@@ -261,7 +255,7 @@ def run_apart(
     with multiprocessing.get_context("fork").Pool(1) as pool:
         try:
             job = key["type"], changes, realistic
-            cells = pool.apply_async(all_cells, job).get(LIMIT)
+            cells = pool.apply_async(cells_of, job).get(LIMIT)
         except multiprocessing.TimeoutError:
             cells = [{"scenario": "", "update": "", "result": "not finished"}]
     return [
