@@ -221,7 +221,7 @@ def cells_of(model_type: str, changes: dict[str, Any], realistic: bool) -> list[
             model(torch.tensor([[3, 4, 5]]))
         return model, prepare(model, dtype, realistic)
 
-    cells = []
+    cells: list[dict[str, Any]] = []
     for name, scenario in (SCENARIOS | (HALF if realistic else {})).items():
         for update in UPDATES if scenario.dtype is torch.float32 else ("exact",):
             cell: dict[str, Any] = {"scenario": name, "update": update}
