@@ -22,20 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("icl_patch", "triton_kernels", "bench", "examples", "tools", "tests/support", "csrc")
 PACKAGE = FOLDERS[:3]
 
-_LAYOUT = frozenset(
-    (
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENCODING,
-        tokenize.ENDMARKER,
-    )
-)
-# From Python 3.12 on an f-string comes in pieces, between these.
-_FSTRING_START = getattr(tokenize, "FSTRING_START", None)
-_FSTRING_END = getattr(tokenize, "FSTRING_END", None)
+_LAYOUT = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")
 
 
 def _docstrings(text: str) -> set[int]:
@@ -50,11 +37,13 @@ def python_tokens(text: str) -> int:
     docstrings = _docstrings(text)
     count = depth = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.STRING and token.start[0] in docstrings:
+        kind = tokenize.tok_name[token.type]
+        if kind == "STRING" and token.start[0] in docstrings:
             docstrings.remove(token.start[0])
-        elif token.type not in _LAYOUT and depth == 0:
+        elif kind not in _LAYOUT and depth == 0:
             count += 1
-        depth += (token.type == _FSTRING_START) - (token.type == _FSTRING_END)
+        # from Python 3.12 on an f-string comes in pieces, between these
+        depth += (kind == "FSTRING_START") - (kind == "FSTRING_END")
     return count
 
 

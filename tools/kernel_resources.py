@@ -86,8 +86,8 @@ def triton_kernels() -> Iterator[Row]:
         yield from pool.map(compiled, jobs)
 
 
-def main() -> int:
-    """The table, on stdout; on stderr the problems."""
+def main() -> None:
+    """The table, on stdout; on stderr the problems, with the exit status 1."""
     columns = ("kernel", "for", "spill stores", "spill loads", "stack", "shared", "registers")
     table, problems = Table(*columns, title="bytes"), []
     for name, architecture, numbers, problem in (*cuda_kernels(), *triton_kernels()):
@@ -95,10 +95,8 @@ def main() -> int:
         if problem:
             problems.append(f"{name} for {architecture} {problem}")
     Console(width=140).print(table)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return int(bool(problems))
+    sys.exit("\n".join(problems) or 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

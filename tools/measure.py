@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record_bits import digest
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+import transformers
+from record_bits import digest, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging
 
 from icl_patch import ContextPatcher, scale
 from icl_patch.bench.cases.models import CPU_SHAPE
@@ -52,11 +52,6 @@ def apart(*arguments: str, ranks: int = 0) -> list[Any]:
     command = [sys.executable, *(launcher if ranks else []), __file__, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def random_ids(rows: int, tokens: int, most: int) -> torch.Tensor:
-    """The same every time."""
-    return torch.randint(3, most, (rows, tokens), generator=torch.Generator().manual_seed(0))
 
 
 # -- patches: one block of each model has its true widths and random bf16 weights
@@ -116,10 +111,9 @@ def grown_by_patch(folder: str, place: str) -> Iterator[dict[str, int]]:
         parts = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
         device_map = {**dict.fromkeys(parts, "disk"), "model.rotary_emb": "cpu"}
     with tempfile.TemporaryDirectory() as weights:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, device_map=device_map, offload_folder=weights
-        ).eval()
-        ids = random_ids(1, 20, 900)
+        options = {"device_map": device_map, "offload_folder": weights}
+        model = load(folder, dtype=torch.float32, **options)
+        ids = tokens(0, 1, 20)
         with ContextPatcher(model) as patcher:
             patch = patcher.compute(ids[:, :11], ids[:, 11:])
             assert torch.equal(patcher.forward(patch.kept_ids, patch), patch.logits)
@@ -131,10 +125,10 @@ def grown_by_patch(folder: str, place: str) -> Iterator[dict[str, int]]:
 
 def grown_by_steps(folder: str, call: str) -> Iterator[dict[str, int]]:
     """The growth in MiB by two tokens: the model's own, or of an update's steps."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load(folder, dtype=torch.float32)
     for weight in model.parameters():
         weight.sum()  # from_pretrained maps the file: read it before the count begins
-    ids, before = random_ids(1, LONG, 900), resident()
+    ids, before = tokens(0, 1, LONG), resident()
     if call == "own":
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
     else:
@@ -239,11 +233,11 @@ def splits(*families: str) -> None:
     for family in families or tiny_models.SUPPORTED:
         with tempfile.TemporaryDirectory() as folder:
             tiny_models.build(family).save_pretrained(folder)
-            whole = {update: replayed(load(folder, family), update) for update in UPDATES}
+            whole = of_split(folder, "none")
             for split in ("cpu", "disk", *RANKS):
-                for update, found in zip(UPDATES, of_split(folder, family, split), strict=True):
+                for update, own, found in zip(UPDATES, whole, of_split(folder, split), strict=True):
                     if "digest" in found:
-                        found["bits"] = found.pop("digest") == whole[update]["digest"]
+                        found["bits"] = found.pop("digest") == own["digest"]
                     line = {"family": family, "split": split, "update": update, **found}
                     lines.append(json.dumps(line))
                     print(lines[-1], flush=True)
@@ -251,58 +245,51 @@ def splits(*families: str) -> None:
         (DATA / "splits.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def of_split(folder: str, family: str, split: str) -> list[dict[str, Any]]:
+def of_split(folder: str, split: str) -> list[dict[str, Any]]:
     """What is found of each update."""
     if split in RANKS:
-        found = apart("split-rank", folder, family, split, ranks=RANKS[split][1])
+        found = apart("split-rank", folder, split, ranks=RANKS[split][1])
         # the ranks lost each other, and all ended
         lost = {"refused": "its pipeline fails on one rank"}
         return found + [lost] * (len(UPDATES) - len(found))
     from accelerate import cpu_offload, disk_offload
 
-    def offloaded() -> Any:
-        model = load(folder, family)
-        if split == "cpu":
-            return cpu_offload(model, execution_device="cpu")
-        return disk_offload(model, f"{folder}/offloaded", execution_device="cpu")
+    offloads: dict[str, Callable[[Any], Any]] = {
+        "none": lambda model: model,
+        "cpu": lambda model: cpu_offload(model, "cpu"),
+        "disk": lambda model: disk_offload(model, f"{folder}/offloaded", "cpu"),
+    }
+    return [attempt(lambda: offloads[split](load(folder)), update) for update in UPDATES]
 
-    return [attempt(offloaded, update) for update in UPDATES]
 
-
-def split_rank(folder: str, family: str, split: str) -> Iterator[dict[str, Any]]:
+def split_rank(folder: str, split: str) -> Iterator[dict[str, Any]]:
     """The measurements of one rank."""
     option, count = RANKS[split]
     config = DistributedConfig(**{option: count})
     for update in UPDATES:
-        yield attempt(lambda: load(folder, family, distributed_config=config), update)
+        yield attempt(lambda: load(folder, distributed_config=config), update)
 
 
-def load(folder: str, family: str, **options: Any) -> Any:
-    """A saved model of a family."""
-    images = tiny_models.SUPPORTED[family].images
-    auto: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
-    return auto.from_pretrained(folder, **options).eval()
+def load(folder: str, **options: Any) -> Any:
+    """A saved model, of the class that its folder names."""
+    [name] = AutoConfig.from_pretrained(folder).architectures
+    return getattr(transformers, name).from_pretrained(folder, **options)
 
 
 def attempt(make: Callable[[], Any], update: str) -> dict[str, Any]:
-    """A measurement, or the refusal."""
+    """The error of a replay, and hashes of factors and logits; or the refusal."""
+    ids = tokens(0, 2, 12)
     try:
-        return replayed(make(), update)
+        with ContextPatcher(make(), update, rank_timeout=30) as patcher:
+            patch = patcher.compute(ids[:, :9], ids[:, 9:])
+            logits = patcher.forward(patch.kept_ids, patch)
     except RankError:
         raise
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-
-
-def replayed(model: Any, update: str) -> dict[str, Any]:
-    """The error of a replay, and hashes of factors and logits."""
-    ids = random_ids(2, 12, 90)
-    with ContextPatcher(model, update, rank_timeout=30) as patcher:
-        patch = patcher.compute(ids[:, :9], ids[:, 9:])
-        logits = patcher.forward(patch.kept_ids, patch)
-    error = (logits - patch.logits).abs().max() / patch.logits.abs().max()
+    largest = (logits - patch.logits).abs().max() / patch.logits.abs().max()
     factors = [layer[name] for layer in patch.layers for name in sorted(layer)]
-    return {"error": float(error), "digest": [digest(x) for x in (*factors, logits)]}
+    return {"error": float(largest), "digest": [digest(x) for x in (*factors, logits)]}
 
 
 # -- split steps
@@ -332,10 +319,8 @@ def split_steps(folder: str) -> None:
 def steps_rank(folder: str, split: str) -> Iterator[dict[str, Any]]:
     """The measurements of one rank."""
     config = DistributedConfig(**{split: PROCESSES})
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, distributed_config=config
-    ).eval()
-    ids, steps = random_ids(1, STEP_CONTEXT, 900), LENGTHS[1] - LENGTHS[0]
+    model = load(folder, dtype=torch.float32, distributed_config=config)
+    ids, steps = tokens(0, 1, STEP_CONTEXT), LENGTHS[1] - LENGTHS[0]
     mask, patcher = torch.ones_like(ids), ContextPatcher(model, "stable", rank_timeout=60)
     calls: dict[str, Callable[..., Any]] = {
         "own": lambda **lengths: model.generate(ids, attention_mask=mask, **lengths),
@@ -360,8 +345,8 @@ PARTS = (grown_by_patch, grown_by_steps, extract, split_rank, steps_rank)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     name, *arguments = sys.argv[1:] or [""]
     calls: dict[str, Any] = {call.__name__.replace("_", "-"): call for call in (*CALLS, *PARTS)}
     if name not in calls:

@@ -17,8 +17,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,15 +62,6 @@ def make_copy() -> None:
         shutil.copytree(metadata, COPY / "site" / metadata.name)
 
 
-@contextmanager
-def planted(fault: Fault) -> Iterator[None]:
-    """With a fault in the copy."""
-    target, text = COPY / fault["path"], text_of(fault)
-    target.write_text(text.replace(fault["old"], fault["new"]), encoding="utf-8")
-    yield
-    target.write_text(text, encoding="utf-8")
-
-
 def first_failure(tests: list[str]) -> str | None:
     """The first test in the copy that fails, if any does."""
     limit = (resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
@@ -95,8 +84,10 @@ def main(*parts: str) -> int:
     make_copy()
     bad = 0
     for fault in (x for x in SETTINGS["named"] if x["path"].startswith(parts or "")):
-        with planted(fault):
-            failed = first_failure(tests_of(fault["path"]))
+        target, text = COPY / fault["path"], text_of(fault)
+        target.write_text(text.replace(fault["old"], fault["new"]), encoding="utf-8")
+        failed = first_failure(tests_of(fault["path"]))
+        target.write_text(text, encoding="utf-8")
         outcome = f"noticed by {failed}" if failed else "survived"
         # a test that fails without the fault too has not noticed it
         if failed and "::" in failed and first_failure([failed]):

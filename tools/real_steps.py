@@ -17,7 +17,7 @@ import argparse
 import copy
 import json
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
@@ -28,10 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from icl_patch import ContextPatch, ContextPatcher, batch_invariant
 from icl_patch.bench.results import code_fingerprint, environment
+from icl_patch.evaluation.loading import load_model
 from icl_patch.models.language_model import position_limit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,8 +179,7 @@ def patches(
 def same_bits(logits: Tensor, reference: Tensor) -> Tensor:
     """Whether all bits agree: two (B, T, V) of one dtype -> (B, T) bool."""
     assert logits.dtype == reference.dtype
-    integers = {4: torch.int32, 2: torch.int16}[logits.element_size()]
-    return (logits.view(integers) == reference.view(integers)).all(-1)
+    return (logits.view(torch.uint8) == reference.view(torch.uint8)).all(-1)
 
 
 def count(patcher: ContextPatcher, way: str, batch: Batch, expected: Tensor) -> dict[str, Any]:
@@ -220,9 +220,8 @@ def replayed_from_file(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
 
 def measure(folder: Path, dtype: str, cases: list[Case], done: set[Any]) -> Iterator[Any]:
     """The counts of every case and way that is not done."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain, attached = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for _ in range(2)
+    (plain, tokenizer), (attached, _) = (
+        load_model(folder, dtype=getattr(torch, dtype)) for _ in range(2)
     )
     attached.generation_config.eos_token_id = None  # every row takes all steps
     with ContextPatcher(attached, tokenizer=tokenizer) as patcher:
@@ -241,8 +240,7 @@ def failures(counts: list[dict[str, Any]], least: int) -> list[str]:
     """What is not as promised, a line each: all bits, here and from files, with nothing but
     rounding to correct; ``least`` tokens in each dtype.
     """
-    tokens: dict[str, int] = defaultdict(int)
-    lines = []
+    tokens, lines = Counter[str](), []
     for each in counts:
         tokens[each["dtype"]] += each["tokens"]
         rounding = ROUNDINGS * torch.finfo(getattr(torch, each["dtype"])).eps

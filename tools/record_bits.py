@@ -37,6 +37,7 @@ import transformers
 from rich.console import Console
 from rich.progress import track
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -49,8 +50,7 @@ from icl_patch.ops.native import describe as describe_native
 
 UPDATES = ("direct", "stable", "exact")
 COMPILED = {
-    "two_stream, compiled": {"mode": "two_stream", "compile": True},
-    "shared_cache, compiled": {"mode": "shared_cache", "compile": True},
+    f"{mode}, compiled": {"mode": mode, "compile": True} for mode in ("two_stream", "shared_cache")
 }
 SHARED_CACHE_FLAGS = ("--mode", "shared_cache")
 
@@ -59,16 +59,12 @@ def generation_modes(patcher: ContextPatcher) -> dict[str, dict[str, Any]]:
     """The arguments of ``ContextPatcher.generate`` by the mode's name in a record."""
     two_passes = patcher.update == "exact" or patcher.attached_model.steps_take_two_passes
     default = "two_pass" if two_passes else "two_stream"
-    return {
-        default: {"mode": default},
-        "shared_cache": {"mode": "shared_cache"},
-        "auto": {"mode": "auto"},
-    }
+    return {mode: {"mode": mode} for mode in (default, "shared_cache", "auto")}
 
 
 # End of the adapter.
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COMPILED_MODELS = ("gemma3", "llama")
 NEW_TOKENS = 4
 Arguments = dict[str, Any]
@@ -78,9 +74,13 @@ Cases = dict[str, Arguments]  # of a call, by the case's name in a record
 def digest(tensor: Tensor) -> str:
     """SHA-256 of dtype, shape and bits: -0 differs from 0, and one NaN from another."""
     tensor = tensor.detach().cpu().contiguous()
-    content = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    content.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return content.hexdigest()
+    bits = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + bits)
+
+
+def sha256(content: bytes) -> str:
+    """In hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
 
 
 class Record:
@@ -89,36 +89,28 @@ class Record:
     def __init__(self) -> None:
         self.entries: dict[str, str] = {}
 
-    def _add(self, name: str, content: str) -> None:
-        assert name not in self.entries, name
-        self.entries[name] = content
-
-    def tensor(self, name: str, tensor: Tensor) -> None:
-        """The bits of a tensor."""
-        self._add(name, digest(tensor))
-
-    def json(self, name: str, value: Any) -> None:
-        """A value of JSON: an object field by field, a list of objects element by element."""
+    def add(self, name: str, value: Any) -> None:
+        """A tensor, or a value of JSON: an object field by field, a list of objects element by
+        element.
+        """
+        if isinstance(value, list) and any(isinstance(element, dict) for element in value):
+            value = dict(enumerate(value))
         if isinstance(value, dict):
             for key, field in value.items():
-                self.json(f"{name}/{key}", field)
-        elif isinstance(value, list) and any(isinstance(element, dict) for element in value):
-            for number, element in enumerate(value):
-                self.json(f"{name}/{number}", element)
-        else:
-            self._add(name, hashlib.sha256(json.dumps(value).encode()).hexdigest())
+                self.add(f"{name}/{key}", field)
+            return
+        assert name not in self.entries, name
+        is_tensor = isinstance(value, Tensor)
+        self.entries[name] = digest(value) if is_tensor else sha256(json.dumps(value).encode())
 
     def patch(self, name: str, patch: ContextPatch) -> None:
         """The factors of a patch, its report, and its other tensors: tokens, positions, logits."""
         for index, layer in zip(patch.layer_indices, patch.layers, strict=True):
             for factor, tensor in layer.items():
-                self.tensor(f"{name}/factors/layers.{index}.{factor}", tensor)
-        self.json(f"{name}/passes", patch.passes)
-        for field, value in vars(patch).items():
-            if isinstance(value, Tensor):
-                self.tensor(f"{name}/{field}", value)
-        for field, tensor in ({} if patch.report is None else vars(patch.report)).items():
-            self.tensor(f"{name}/report/{field}", tensor)
+                self.add(f"{name}/factors/layers.{index}.{factor}", tensor)
+        self.add(f"{name}/passes", patch.passes)
+        self.add(name, {field: x for field, x in vars(patch).items() if isinstance(x, Tensor)})
+        self.add(f"{name}/report", {} if patch.report is None else vars(patch.report))
 
     @contextmanager
     def refusals(self, name: str) -> Iterator[None]:
@@ -126,7 +118,7 @@ class Record:
         try:
             yield
         except (ValueError, TypeError) as error:
-            self._add(f"{name}/refused", type(error).__name__)
+            self.entries[f"{name}/refused"] = type(error).__name__
 
 
 def tokens(seed: int, rows: int, columns: int) -> Tensor:
@@ -168,63 +160,40 @@ def image_case(settings: Arguments, dtype: torch.dtype) -> Arguments:
     return found
 
 
-def record_patches(record: Record, name: str, patcher: ContextPatcher, cases: Cases) -> None:
-    """Each case's patch, and the logits of its replay."""
-    for case, arguments in cases.items():
-        with record.refusals(f"{name}/{case}"):
-            patch = patcher.compute(**arguments)
-            record.patch(f"{name}/{case}", patch)
-            record.tensor(f"{name}/{case}/replay", patcher.forward(patch.kept_ids, patch))
-
-
 def record_generation(
-    record: Record,
-    name: str,
-    patcher: ContextPatcher,
-    context: Arguments,
-    modes: Cases,
+    record: Record, name: str, patcher: ContextPatcher, context: Arguments, modes: Cases
 ) -> None:
     """The tokens and logits of each step, and the last step's patch, in each mode."""
     for mode, arguments in modes.items():
         with record.refusals(f"{name}/{mode}"):
             steps = list(patcher.generate(**context, max_new_tokens=NEW_TOKENS, **arguments))
             for number, step in enumerate(steps):
-                record.tensor(f"{name}/{mode}/{number}/tokens", step.token_ids)
-                record.tensor(f"{name}/{mode}/{number}/logits", step.logits)
+                found = {"tokens": step.token_ids, "logits": step.logits}
+                record.add(f"{name}/{mode}/{number}", found)
             record.patch(f"{name}/{mode}/patch", steps[-1].patch)
 
 
 def record_model(record: Record, name: str, model: PreTrainedModel, cases: Cases) -> None:
-    """Patches and generation of one model with the three updates."""
+    """Each case's patch, the logits of its replay, and generation, with the three updates."""
     first = next(iter(cases.values()))
     context = {key: first[key] for key in ("context_ids", "context_mask")}
     for update in UPDATES:
         with record.refusals(f"{name}/{update}"), ContextPatcher(model, update) as patcher:
-            record_patches(record, f"{name}/{update}", patcher, cases)
+            for case, arguments in cases.items():
+                with record.refusals(f"{name}/{update}/{case}"):
+                    patch = patcher.compute(**arguments)
+                    record.patch(f"{name}/{update}/{case}", patch)
+                    replay = patcher.forward(patch.kept_ids, patch)
+                    record.add(f"{name}/{update}/{case}/replay", replay)
             modes = generation_modes(patcher)
             record_generation(record, f"{name}/{update}/generate", patcher, context, modes)
-
-
-def record_small_model(record: Record, family: str) -> None:
-    """The small random model of a family, in fp32 and bf16."""
-    for dtype in DTYPES:
-        name = f"{family}/{str(dtype).removeprefix('torch.')}"
-        record_model(record, name, build_model(family, 0, dtype), cases_of(family, dtype))
-
-
-def record_compiled(record: Record, family: str) -> None:
-    """Generation of a family's small model with a compiled step."""
-    context = {"context_ids": tokens(0, 2, 11), "context_mask": ragged(2, 11, side="left")}
-    with ContextPatcher(build_model(family), "stable") as patcher:
-        name = f"{family}/float32/stable/generate"
-        record_generation(record, name, patcher, context, COMPILED)
 
 
 def record_embedded(record: Record) -> None:
     """The embedded model on a held-out prompt of each kind, patch files, and the command line."""
     prompts = [embedded.held_out_prompts(kind, 1)[0] for kind in embedded.KINDS]
-    for dtype in DTYPES:
-        name = f"embedded/{str(dtype).removeprefix('torch.')}"
+    for short, dtype in DTYPES.items():
+        name = f"embedded/{short}"
         model, tokenizer = embedded.load(dtype)
         padded = {"padding": True, "return_tensors": "pt"}
         contexts = tokenizer([x.context for x in prompts], padding_side="left", **padded)
@@ -240,22 +209,18 @@ def record_embedded(record: Record) -> None:
 
 
 def record_file(record: Record, name: str, patcher: ContextPatcher, patch: ContextPatch) -> None:
-    """The contents of a saved patch, and the logits of its replay after it is read again."""
+    """Each tensor and each field of the header of a saved patch, and the logits of its replay after
+    it is read again.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "patch.safetensors"
         patch.save(path)
-        record_content(record, name, path)
+        record.add(f"{name}/tensors", load_file(path))
+        with safe_open(path, "pt") as file:
+            header = {key: json.loads(text) for key, text in file.metadata().items()}
+        record.add(f"{name}/header", header)
         loaded = ContextPatch.load(path, patcher.model, patcher.tokenizer)
-    record.tensor(f"{name}/replay", patcher.forward(loaded.kept_ids, loaded))
-
-
-def record_content(record: Record, name: str, path: Path) -> None:
-    """Each tensor and each field of the header of a safetensors file."""
-    with safe_open(path, "pt") as file:
-        for key in sorted(file.keys()):
-            record.tensor(f"{name}/tensors/{key}", file.get_tensor(key))
-        for key, text in (file.metadata() or {}).items():
-            record.json(f"{name}/header/{key}", json.loads(text))
+    record.add(f"{name}/replay", patcher.forward(loaded.kept_ids, loaded))
 
 
 def command_lines() -> dict[str, list[str]]:
@@ -294,8 +259,8 @@ def record_command_line(record: Record) -> None:
             printed = io.StringIO()
             with redirect_stdout(printed), redirect_stderr(io.StringIO()):
                 status = run_command([*arguments, "--json"])
-            record.json(f"command/{name}/exit status", status)
-            record.json(f"command/{name}", json.loads(printed.getvalue() or "{}"))
+            record.add(f"command/{name}/exit status", status)
+            record.add(f"command/{name}", json.loads(printed.getvalue() or "{}"))
 
 
 def record_all(quick: bool) -> Record:
@@ -312,21 +277,16 @@ def record_all(quick: bool) -> Record:
         if part == "embedded":
             record_embedded(record)
         elif part in families:
-            record_small_model(record, part)
+            for name, dtype in DTYPES.items():
+                model = build_model(part, 0, dtype)
+                record_model(record, f"{part}/{name}", model, cases_of(part, dtype))
         else:
-            record_compiled(record, part.removesuffix(", compiled"))
+            family = part.removesuffix(", compiled")
+            context = {"context_ids": tokens(0, 2, 11), "context_mask": ragged(2, 11, side="left")}
+            with ContextPatcher(build_model(family), "stable") as patcher:
+                name = f"{family}/float32/stable/generate"
+                record_generation(record, name, patcher, context, COMPILED)
     return record
-
-
-def environment() -> dict[str, str]:
-    """The conditions that the bits depend on, beside the package and the processor's model."""
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "instructions of torch": torch.backends.cpu.get_cpu_capability(),
-        "library": describe_native(),
-        "ICL_PATCH_OPS": os.environ.get("ICL_PATCH_OPS", ""),
-    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -336,11 +296,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one small model of each writer only")
     options = parser.parse_args(arguments)
     record = record_all(options.quick)
-    content = {
-        "quick": options.quick,
-        "environment": environment(),
-        "entries": record.entries,
+    environment = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "instructions of torch": torch.backends.cpu.get_cpu_capability(),
+        "library": describe_native(),
+        "ICL_PATCH_OPS": os.environ.get("ICL_PATCH_OPS", ""),
     }
+    content = {"quick": options.quick, "environment": environment, "entries": record.entries}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"{len(record.entries)} entries written to {options.out}")

@@ -18,7 +18,6 @@ The noise floor is how much ``model(ids)`` changes in a batch of two.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -34,7 +33,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -42,6 +40,7 @@ from icl_patch import ContextPatcher
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomised, with_attention
 from icl_patch.models.model_checks import check_language_model
+from icl_patch.models.prompts import padded
 from icl_patch.tolerances import noise_limit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,13 +155,6 @@ def error_of(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def padded(parts: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """Parts of different lengths as ids (B, T) and mask."""
-    there = [torch.ones(len(part), dtype=torch.bool) for part in parts]
-    ids, mask = (pad_sequence(x, True, padding_side=side) for x in (parts, there))
-    return ids.masked_fill(~mask, 3), mask
-
-
 def measure(
     model: PreTrainedModel, update: str, scenario: Scenario, first: tuple[int, ...] = ()
 ) -> dict[str, Any]:
@@ -177,9 +169,10 @@ def measure(
     for row in parts[0] if scenario.prefix[0] else parts[1]:
         row[: len(first[:1])] = torch.tensor(first[:1])
     rows = [torch.cat(row) for row in zip(*parts, strict=True)]
-    (prefix, prefix_mask), (context, _), (kept, kept_mask) = (
-        padded(part, side) for part, side in zip(parts, ("left", "left", "right"), strict=True)
-    )
+    sides = ("left", "left", "right")
+    ids, masks = zip(*map(padded, parts, sides), strict=True)
+    prefix, context, kept = (x.masked_fill(~mask, 3) for x, mask in zip(ids, masks, strict=True))
+    prefix_mask, _, kept_mask = masks
     more: dict[str, Any] = {"absorbed": scenario.absorbed}
     if prefix.shape[1]:
         more |= {"prefix_ids": prefix, "prefix_mask": prefix_mask}
@@ -214,10 +207,9 @@ def measure(
     return {"result": "right" if cell["error"] <= limit else "wrong", **cell}
 
 
-def cells_of(
-    model_type: str, changes: dict[str, Any], realistic: bool = False
-) -> Iterator[dict[str, Any]]:
-    """All cells of a type."""
+def cells_of(model_type: str, changes: dict[str, Any], realistic: bool) -> list[dict[str, Any]]:
+    """All cells of a type, by one thread."""
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
 
@@ -229,27 +221,26 @@ def cells_of(
             model(torch.tensor([[3, 4, 5]]))
         return model, prepare(model, dtype, realistic)
 
+    cells: list[dict[str, Any]] = []
     for name, scenario in (SCENARIOS | (HALF if realistic else {})).items():
         for update in UPDATES if scenario.dtype is torch.float32 else ("exact",):
             cell: dict[str, Any] = {"scenario": name, "update": update}
             try:
                 model, first = prepared(scenario.dtype)
             except Exception as error:
-                yield cell | failure(error, "not built")
-                return
+                return [*cells, cell | failure(error, "not built")]
             try:
-                yield cell | measure(model, update, scenario, first)
+                cells.append(cell | measure(model, update, scenario, first))
             except Exception as error:
-                yield cell | failure(error, "crashed")
+                cells.append(cell | failure(error, "crashed"))
+    return cells
 
 
 def failure(error: Exception, unexpected: str) -> dict[str, str]:
     """The result and the text of an error; ``unexpected`` is the result of one that is no
     refusal.
     """
-    if isinstance(error, UnsupportedModelError) or (
-        unexpected == "crashed" and isinstance(error, ValueError)
-    ):
+    if isinstance(error, ValueError if unexpected == "crashed" else UnsupportedModelError):
         return {"result": "refused", "text": str(error)[:500]}
     return {"result": unexpected, "text": f"{type(error).__name__}: {error}"[:500]}
 
@@ -260,23 +251,13 @@ def failure(error: Exception, unexpected: str) -> dict[str, str]:
 def run_apart(
     key: dict[str, str], changes: dict[str, Any], realistic: bool
 ) -> list[dict[str, Any]]:
-    """The cells of a type, from a process of its own."""
-    context = multiprocessing.get_context("fork")
-    found, made = context.Pipe(duplex=False)
-
-    def run() -> None:
-        torch.set_num_threads(1)
-        made.send(list(cells_of(key["type"], changes, realistic)))
-
-    process = context.Process(target=run)
-    process.start()
-    made.close()
-    cells = [{"scenario": "", "update": "", "result": "not finished"}]
-    with contextlib.suppress(EOFError):  # it has crashed
-        if found.poll(LIMIT):
-            cells = found.recv()
-    process.kill()
-    process.join()
+    """The cells of a type, from a process of its own; one that crashes does not finish either."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        try:
+            job = key["type"], changes, realistic
+            cells = pool.apply_async(cells_of, job).get(LIMIT)
+        except multiprocessing.TimeoutError:
+            cells = [{"scenario": "", "update": "", "result": "not finished"}]
     return [
         key | {k: float(f"{v:.1e}") if isinstance(v, float) else v for k, v in cell.items()}
         for cell in cells
@@ -288,8 +269,8 @@ def jobs() -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         yield {"type": model_type, "variant": ""}, {}
     for variant, entry in SETTINGS["variants"].items():
+        changes = {k: v for k, v in entry.items() if k != "types"}
         for model_type in entry["types"]:
-            changes = {k: v for k, v in entry.items() if k != "types"}
             yield {"type": model_type, "variant": variant}, changes
 
 
@@ -303,18 +284,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
     """The result of a type or variant in one word, and the reason of what is refused in it."""
-    results = Counter(cell["result"] for cell in cells)
-    text = next(
-        (cell["text"] for cell in cells if cell["result"] != "right" and "text" in cell), ""
-    )
-    worst = ("crashed", "wrong", "not finished", "refused", "not built")
-    if results["right"]:
-        found = next((name for name in worst[:2] if results[name]), "right")
-        if found != "right":
-            return found, text
-        parts = {c["scenario"] for c in cells if c["result"] in worst[2:]}
-        return found, f"refused: {', '.join(sorted(parts))}. {text}" if parts else ""
-    return next(name for name in worst if results[name]), text
+    order = ("crashed", "wrong", "right", "not finished", "refused", "not built")
+    word = next(name for name in order if name in {cell["result"] for cell in cells})
+    others = [cell for cell in cells if cell["result"] != "right"]
+    text = next((cell["text"] for cell in others if "text" in cell), "")
+    if word == "right" and others:
+        parts = sorted({cell["scenario"] for cell in others})
+        text = f"refused: {', '.join(parts)}. {text}"
+    return word, text
 
 
 def by_job(cells: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -40,13 +40,12 @@ NEW_TOKENS, STEPS, LIMIT = 16, 20, 1e-3
 def export(model_folder: str, folder: Path) -> None:
     """Write the LoRA and our answers."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from icl_patch import static
+    from icl_patch.evaluation.loading import load_model
     from icl_patch.static.examples import greedy
 
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model, tokenizer = load_model(model_folder, dtype=torch.float32)
     examples = static.examples(model, tokenizer, QUESTIONS, system=SYSTEM)
     patch = static.fit(
         model,

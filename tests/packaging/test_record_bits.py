@@ -68,7 +68,7 @@ def test_comparing_names_what_differs(
 
     def recorded(side: str, value: int, *options: str) -> str:
         record, path = Record(), str(tmp_path / side / "bits.json")
-        record.json("x", {"same": 0, "changed": value, f"{side}_name": [3]})
+        record.add("x", {"same": 0, "changed": value, f"{side}_name": [3]})
         monkeypatch.setattr(record_bits, "record_all", lambda quick: record)
         assert record_bits.main([path, *options]) == 0
         return path
