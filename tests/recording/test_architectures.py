@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import models, realistic_weights
-from support.models import EXPERTS, Stock, case, case_of, shallow, tokens
+from support.models import Stock, case, case_of, of_the_zoo, shallow, tokens
 from support.numeric import EPSILON, is_noise, noise_limit
 from support.patchers import Snapshot
 from torch import Tensor
@@ -21,14 +21,7 @@ from icl_patch.models.block_spec import Writer
 from icl_patch.recording.sequences import assemble
 
 FP32, BF16 = torch.float32, torch.bfloat16
-# Each has a form of block that another family has too: they run with the stress tests.
-SAME_FORM = ("glm4", "olmo3", "mistral", "qwen2", "qwen3", "smollm3", "stablelm", "llama-bias")
-SAME_FORM += ("cohere", "codegen", "phi", "falcon-7b", "starcoder2", "xglm", "gpt_bigcode")
-SAME_FORM += ("mixtral", "olmoe", "cohere2_moe", "llava")
-FAMILIES = [
-    pytest.param(family, marks=[pytest.mark.stress] if family in SAME_FORM else [])
-    for family in tiny_models.SUPPORTED
-]
+FAMILIES = of_the_zoo(tiny_models.SUPPORTED)
 # All cases on one seed. The others change the random numbers and nothing else, neither the form nor
 # the masks: they run with the stress tests.
 CASES = {0: ("single", "span", "prefix", "spans"), 1: ("single", "prefix"), 2: ("span",)}
@@ -179,25 +172,3 @@ def test_a_materialised_token_in_a_stock_model(attached: Attached, tmp_path: Pat
     assert metrics.linf(patched, reference).max() <= limit
     # the context is not beside the point
     assert metrics.linf(bare, reference).max() > max(0.02, limit)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[pytest.mark.stress] if family in SAME_FORM else [])
-        for family in EXPERTS
-        if "parallel" not in tiny_models.SUPPORTED[family].note
-    ],
-)
-def test_an_unpatched_router_chooses_other_experts(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What identical choices are worth: without the routers' part of the patch many are others."""
-    model, arguments = shallow(family, 0), case("span", 0)
-    with ContextPatcher(model, "exact") as patcher:
-        assert not patcher.compute(**arguments).report.experts_changed.any()
-        monkeypatch.setattr(
-            "icl_patch.recording.updates.reader_update", lambda y_ctx, y: torch.zeros_like(y)
-        )
-        report = patcher.compute(**arguments).report
-    assert (report.experts_changed > 0).sum() > 3

@@ -4,8 +4,10 @@ weights anywhere.
 
 import copy
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -187,6 +189,18 @@ EXPERTS = [
     for name, entry in tiny_models.SUPPORTED.items()
     if "num_experts" in str(entry.settings) or "_experts" in str(entry.settings)
 ]
+
+
+# Each has a form of block that another family has too: they run with the stress tests.
+SAME_FORM = ("glm4", "olmo3", "mistral", "qwen2", "qwen3", "smollm3", "stablelm", "llama-bias")
+SAME_FORM += ("cohere", "codegen", "phi", "falcon-7b", "starcoder2", "xglm", "gpt_bigcode")
+SAME_FORM += ("mixtral", "olmoe", "cohere2_moe", "llava")
+
+
+def of_the_zoo(names: Iterable[str]) -> list[Any]:
+    """Families as pytest's parameters, those of :data:`SAME_FORM` marked."""
+    stress = [pytest.mark.stress]
+    return [pytest.param(name, marks=stress if name in SAME_FORM else []) for name in names]
 
 
 class Stock:
