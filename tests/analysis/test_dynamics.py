@@ -251,10 +251,8 @@ def test_factorisation_of_a_model(family: str) -> None:
 
 
 def test_factorisation_needs_readers_one_token_and_no_applied_patch() -> None:
-    with (
-        ContextPatcher(family_model("gpt_neox", torch.float32)) as patcher,
-        pytest.raises(ValueError, match=r"gpt_neox\.layers\.0, which has none"),
-    ):
+    refusal = pytest.raises(ValueError, match=r"gpt_neox\.layers\.0, which has none")
+    with ContextPatcher(family_model("gpt_neox", torch.float32)) as patcher, refusal:
         factorise(patcher, CONTEXT, KEPT, 0)
     with ContextPatcher(build("llama"), "direct") as patcher:
         with pytest.raises(ValueError, match=r"kept_ids \(B, 1\), got \(2, 5\)"):

@@ -204,10 +204,8 @@ def test_more_tokens_than_the_model_has_positions_for() -> None:
         assert len(list(patcher.generate(ids[:, 4:], max_new_tokens=2, eos_token_id=None))) == 2
         # what there is room for
         assert len(list(patcher.generate(ids[:1], context_mask=mask[:1], eos_token_id=None))) == 2
-        with pytest.raises(
-            ValueError,
-            match=r"at most 12 tokens, as many as the model has positions for, got 10 and 3 new",
-        ):
+        message = r"at most 12 tokens, as many as the model has positions for, got 10 and 3 new"
+        with pytest.raises(ValueError, match=message):
             patcher.generate(ids[:, 4:], max_new_tokens=3)
         with pytest.raises(ValueError, match=r"at most 12 tokens.* got 14 and 1 new"):
             patcher.generate(ids)
@@ -222,10 +220,8 @@ def test_more_tokens_than_the_model_has_positions_for() -> None:
     ],
 )
 def test_other_ways_of_decoding_are_refused(arguments: dict, way: str) -> None:
-    with (
-        ContextPatcher(build("llama"), "stable") as patcher,
-        pytest.raises(ValueError, match=f"expected greedy search or sampling, got {way}"),
-    ):
+    refusal = pytest.raises(ValueError, match=f"expected greedy search or sampling, got {way}")
+    with ContextPatcher(build("llama"), "stable") as patcher, refusal:
         patcher.generate(IDS, **arguments, max_new_tokens=2)
 
 
@@ -243,10 +239,8 @@ def test_stop_strings_end_rows_as_in_transformers() -> None:
         with ContextPatcher(model, "stable", tokenizer=own) as patcher:
             steps = list(patcher.generate(**inputs, **arguments, **given))
         assert [int(step.token_ids) for step in steps] == expected.tolist()
-    with (
-        ContextPatcher(model, "stable") as patcher,
-        pytest.raises(ValueError, match="expected a tokenizer with stop_strings"),
-    ):
+    refusal = pytest.raises(ValueError, match="expected a tokenizer with stop_strings")
+    with ContextPatcher(model, "stable") as patcher, refusal:
         patcher.generate(**inputs, **arguments)
 
 
@@ -273,10 +267,8 @@ def test_an_ended_row_is_nobodys_error() -> None:
         )
         zeros = IDS.clone()
         zeros[1, -1] = 0
-        with pytest.raises(
-            ControllabilityError,
-            match=r"model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0",
-        ):
+        message = r"model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0"
+        with pytest.raises(ControllabilityError, match=message):
             list(patcher.generate(zeros, **arguments))
 
 
@@ -320,10 +312,8 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
                 stream(list(patcher.generate(ids, position_ids=same, **arguments))), expected
             )
         for others in (positions + 4, positions[:, 1:], torch.stack([positions, positions * 2])):
-            with pytest.raises(
-                ValueError,
-                match=r"expected no position_ids, or those that count the tokens from 0, got",
-            ):
+            message = r"expected no position_ids, or those that count the tokens from 0, got"
+            with pytest.raises(ValueError, match=message):
                 patcher.generate(ids, position_ids=others, **arguments)
         cache = StaticCache(config=patcher.model.config, max_cache_len=20)
         with pytest.raises(ValueError, match="expected a dynamic cache, got StaticCache"):

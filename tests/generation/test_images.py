@@ -153,10 +153,8 @@ def test_images_without_the_types_of_their_tokens_are_refused() -> None:
 def test_types_of_text_that_later_tokens_would_not_have_are_refused() -> None:
     """BERT's type 0 is that of a token without types; GPT-2 adds the vector of its token 0."""
     ids = torch.arange(1, 9).expand(1, -1)
-    with (
-        ContextPatcher(tiny_models.build("gpt2"), "stable") as patcher,
-        pytest.raises(ValueError, match="expected no token_type_ids for GPT2LMHeadModel"),
-    ):
+    refusal = pytest.raises(ValueError, match="expected no token_type_ids for GPT2LMHeadModel")
+    with ContextPatcher(tiny_models.build("gpt2"), "stable") as patcher, refusal:
         patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)
     model = sweep.build("bert", {})
     own = generated(model, {"input_ids": ids}).sequences[:, ids.shape[1] :]

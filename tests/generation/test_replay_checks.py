@@ -77,9 +77,8 @@ def test_generate_replays_its_first_step_and_says_what_differs(
             warnings.simplefilter("error")
             list(patcher.generate(IDS, max_new_tokens=3, eos_token_id=None, **way))
         plant(monkeypatch)
-        with pytest.warns(
-            ExactnessWarning, match=r"step 1 of this generation is not exact: at 2 of 2"
-        ):
+        message = r"step 1 of this generation is not exact: at 2 of 2"
+        with pytest.warns(ExactnessWarning, match=message):
             next(patcher.generate(IDS, eos_token_id=None, **way))
 
 

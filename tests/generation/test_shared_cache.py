@@ -78,9 +78,8 @@ def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
     model = shallow(family, 1)
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
-        with pytest.raises(
-            UnsupportedModelError, match=f"mode=.shared_cache.*{re.escape(REFUSED[family])}"
-        ):
+        message = f"mode=.shared_cache.*{re.escape(REFUSED[family])}"
+        with pytest.raises(UnsupportedModelError, match=message):
             patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
         assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_stream"
         works(patcher)
@@ -137,10 +136,8 @@ def test_something_between_attention_and_its_projection_is_refused() -> None:
     model = build("llama")
     attention = model.model.layers[2].self_attn
     attention.o_proj = torch.nn.Sequential(torch.nn.Tanh(), attention.o_proj)
-    with (
-        ContextPatcher(model, "stable") as patcher,
-        pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"),
-    ):
+    refusal = pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the")
+    with ContextPatcher(model, "stable") as patcher, refusal:
         patcher.plans.of(DecodeMode.SHARED_CACHE)
 
 

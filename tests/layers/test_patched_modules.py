@@ -144,16 +144,13 @@ def test_factors_in_another_order_than_the_input(name: str) -> None:
     """(T, B, ·) has as many elements as (B, T, ·), and is not it."""
     layer, z = PatchedLinear(BASES[name]()), torch.randn(2, 3, K)
     layer.set_patch(torch.randn(3, 2, N), torch.randn(3, 2, K))
-    with pytest.raises(
-        ValueError,
-        match=r"expected factors \(2, 3, '·'\) or flat \(6, ·\), or shared ones, got \(3, 2, 7\)",
-    ):
+    message = r"expected factors \(2, 3, '·'\) or flat \(6, ·\), or shared ones, got \(3, 2, 7\)"
+    with pytest.raises(ValueError, match=message):
         layer(z)
     for shape in ((3, 2, N), (N, 6), (1,)):
         layer.set_bias_change(torch.randn(shape))
-        with pytest.raises(
-            ValueError, match=r"expected bias_change \(2, 3, 7\), flat or \(7,\), got"
-        ):
+        message = r"expected bias_change \(2, 3, 7\), flat or \(7,\), got"
+        with pytest.raises(ValueError, match=message):
             layer(z)
 
 
@@ -301,10 +298,8 @@ def test_a_scale_that_does_not_fit() -> None:
     layer = patched_norm("llama")
     for shape in ((K + 1,), (4, 1, K), (3, K), (3, 2, K)):
         layer.set_patch(torch.ones(shape))
-        with pytest.raises(
-            ValueError,
-            match=r"expected new_scale \(n,\) or one for each row of x \(2, 3, 12\), got",
-        ):
+        message = r"expected new_scale \(n,\) or one for each row of x \(2, 3, 12\), got"
+        with pytest.raises(ValueError, match=message):
             layer(torch.ones(2, 3, K))
 
 

@@ -14,12 +14,12 @@ import transformers
 from support.generation import prefilled
 from support.models import Stock, build, case, ragged, shallow, tokens
 from support.numeric import noise_limit
-from support.patchers import works
+from support.patchers import refuses, works
 from support.quantised import Int8Linear
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
-from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
+from icl_patch import ContextPatch, ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.compiled_step import use_compiled_step
 from icl_patch.generation.decode_step import decode_one_token
@@ -64,9 +64,8 @@ def test_one_walk_reads_the_known_forms() -> None:
 def test_a_factor_that_the_mlp_applies_itself() -> None:
     spec = form_of("falcon_h1", mlp_multipliers=[1.5, 0.7])
     assert spec.residual_multiplier == 0.7
-    with ContextPatcher(
-        tiny_models.build("falcon_h1", 0, mlp_multipliers=[1.5, 0.7]), "direct"
-    ) as patcher:
+    model = tiny_models.build("falcon_h1", 0, mlp_multipliers=[1.5, 0.7])
+    with ContextPatcher(model, "direct") as patcher:
         works(patcher)
 
 
@@ -83,8 +82,7 @@ REASONS = {
 def test_refused_by_name_and_reason(family: str) -> None:
     model = tiny_models.build(family)
     modules = dict(model.named_modules())
-    with pytest.raises(UnsupportedModelError, match=REASONS[family]):
-        ContextPatcher(model)
+    refuses(model, REASONS[family])
     assert dict(model.named_modules()) == modules and "forward" not in vars(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -116,8 +114,7 @@ FAILING = {
 def test_a_model_that_fails_is_refused_with_its_own_words(kind: type[LlamaForCausalLM]) -> None:
     model = build("llama", 0, num_hidden_layers=1)
     model.__class__ = kind
-    with pytest.raises(UnsupportedModelError, match=FAILING[kind]):
-        ContextPatcher(model)
+    refuses(model, FAILING[kind])
 
 
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertLMHeadModel"])
@@ -125,10 +122,8 @@ def test_a_model_that_reads_in_both_directions(kind: str) -> None:
     config = transformers.BertConfig(
         vocab_size=97, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
     )
-    with pytest.raises(
-        UnsupportedModelError, match=rf"in {kind} a token's logits depend on .*is_decoder=True"
-    ):
-        ContextPatcher(getattr(transformers, kind)(config).eval())
+    model = getattr(transformers, kind)(config).eval()
+    refuses(model, rf"in {kind} a token's logits depend on .*is_decoder=True")
 
 
 class PackedExperts(nn.Module):
@@ -156,32 +151,22 @@ def test_quantised_experts_are_refused_with_a_cure(kind: str) -> None:
         plain = copy.copy(experts)
         plain._parameters = {**experts._parameters, "gate_up_proj": nn.Parameter(wide)}
         experts.forward = plain.forward
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"mlp\.experts\.gate_up_proj.* is quantised .*load the model without quantisation",
-    ):
-        ContextPatcher(model)
+    cure = "load the model without quantisation"
+    refuses(model, rf"mlp\.experts\.gate_up_proj.* is quantised .*{cure}")
 
 
 def test_a_window_that_only_the_cache_keeps_is_refused() -> None:
     model = build("llama", 0, num_hidden_layers=2)
     model.config.sliding_window = 6
     model.config.layer_types = ["sliding_attention"] * 2
-    with pytest.raises(
-        UnsupportedModelError, match="keeps its window by dropping tokens from its cache"
-    ):
-        ContextPatcher(model)
+    refuses(model, "keeps its window by dropping tokens from its cache")
 
 
 @pytest.mark.parametrize("family", ["olmo2", "glm4"])
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])
 def test_norms_that_end_a_block_in_fp64(family: str, update: str) -> None:
     """Their scale is fp64 too; the model itself normalises in fp32."""
-    model, context, kept = (
-        shallow(family, 0, torch.float64),
-        tokens(0, 2, 11),
-        tokens(1, 2, 3),
-    )
+    model, context, kept = shallow(family, 0, torch.float64), tokens(0, 2, 11), tokens(1, 2, 3)
     expected = model(torch.cat([context, kept], 1)).logits[:, context.shape[1] :]
     with ContextPatcher(model, update) as patcher:
         patch = patcher.compute(context, kept)
@@ -202,26 +187,20 @@ def with_image(
     context, kept = tokens(0, 2, count + 6) % 90 + 1, tokens(1, 2, 4) % 90 + 1
     context[:, 2 : 2 + count] = tiny_models.IMAGE_TOKEN
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    types = (
-        {"token_type_ids": (context == tiny_models.IMAGE_TOKEN).long()}
-        if family == "gemma3-vision"
-        else {}
-    )
-    return model, context, kept, {"pixel_values": pixels, **types}
+    inputs = {"pixel_values": pixels}
+    if family == "gemma3-vision":
+        inputs["token_type_ids"] = (context == tiny_models.IMAGE_TOKEN).long()
+    return model, context, kept, inputs
 
 
 @torch.no_grad()
 def image_logits(
     model: nn.Module, context: Tensor, kept: Tensor, inputs: dict[str, Tensor]
 ) -> Tensor:
-    cache = DynamicCache(config=model.config)
-    model(input_ids=context, past_key_values=cache, use_cache=True, **inputs)
-    positions = torch.arange(context.shape[1], context.shape[1] + kept.shape[1]).expand(
-        len(kept), -1
-    )
-    return model(
-        input_ids=kept, past_key_values=cache, use_cache=True, position_ids=positions
-    ).logits
+    cached: Any = {"past_key_values": DynamicCache(config=model.config), "use_cache": True}
+    model(input_ids=context, **cached, **inputs)
+    positions = (context.shape[1] + torch.arange(kept.shape[1])).expand_as(kept)
+    return model(input_ids=kept, position_ids=positions, **cached).logits
 
 
 @pytest.mark.parametrize("family", IMAGES)
@@ -252,9 +231,8 @@ def test_an_image_in_the_prefix_is_refused() -> None:
             {"context_ids": kept, "prefix_ids": context},
             {"context_ids": whole, "absorbed": [(9, 12)]},
         ):
-            with pytest.raises(
-                ValueError, match="expected no prefix beside pixel_values, token_type_ids"
-            ):
+            message = "expected no prefix beside pixel_values, token_type_ids"
+            with pytest.raises(ValueError, match=message):
                 patcher.compute(kept_ids=kept, **arguments, **inputs | types)
         text = {"context_ids": kept, "prefix_ids": kept, "kept_ids": kept}
         works(patcher, text | {"pixel_values": None})
@@ -278,11 +256,10 @@ def quantise(model: nn.Module, kind: str) -> None:
         return
     sys.path.append(str(Path(__file__).parents[2] / "build" / "torchao"))  # where make test puts it
     torchao = pytest.importorskip("torchao.quantization", reason="needs torchao")
-    config = (
-        torchao.Int8WeightOnlyConfig()
-        if kind == "int8"
-        else torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)
-    )
+    if kind == "int8":
+        config = torchao.Int8WeightOnlyConfig()
+    else:
+        config = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)
     torchao.quantize_(model.model, config)
 
 

@@ -180,10 +180,8 @@ def test_a_cpu_build_warns_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -> Non
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert native.serves("cpu")
-        with pytest.warns(
-            UserWarning,
-            match="for cuda tensors; the native library: it was built where there was no nvcc",
-        ):
+        message = "for cuda tensors; the native library: it was built where there was no nvcc"
+        with pytest.warns(UserWarning, match=message):
             assert not native.serves("cuda")
     finally:
         native._warn.cache_clear()

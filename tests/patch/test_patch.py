@@ -79,9 +79,8 @@ def test_factors_that_are_not_finite_are_not_saved(patch_of: Callable, tmp_path:
     layer = {name: factor.clone() for name, factor in patch.layers[1].items()}
     layer["mlp.down_proj.u"][2, 1, 7] = math.nan
     broken = dataclasses.replace(patch, layers=(patch.layers[0], layer))
-    with pytest.raises(
-        PatchFormatError, match=r"layers\.1\.mlp\.down_proj\.u at row, token \[2, 1\]"
-    ):
+    message = r"layers\.1\.mlp\.down_proj\.u at row, token \[2, 1\]"
+    with pytest.raises(PatchFormatError, match=message):
         broken.save(tmp_path / "p.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -114,10 +113,8 @@ def test_a_patch_of_another_tokenizer_is_refused(patch_of: Callable, tmp_path: P
     patch.save(tmp_path / "p")
     with pytest.raises(FingerprintMismatch, match="tokenizer"):
         ContextPatch.load(tmp_path / "p", tokenizer=other)
-    with (
-        ContextPatcher(two_layers("gemma3"), tokenizer=other) as patcher,
-        pytest.raises(FingerprintMismatch, match="tokenizer"),
-    ):
+    refusal = pytest.raises(FingerprintMismatch, match="tokenizer")
+    with ContextPatcher(two_layers("gemma3"), tokenizer=other) as patcher, refusal:
         patcher.forward(patch.kept_ids, patch, kept_mask=patch.kept_mask)
 
 

@@ -517,10 +517,8 @@ def test_bad_arguments(dataset: Path, tmp_path: Path) -> None:
         scale.Contents(factors_dtype=torch.float16)
     with pytest.raises(ValueError, match="expected numbers ≥ 1, got Batching"):
         scale.Batching(rows=0)
-    with (
-        ContextPatcher(build("llama", vocab_size=VOCABULARY)) as without,
-        pytest.raises(ValueError, match=r"expected ContextPatcher\(model, tokenizer=\.\.\.\)"),
-    ):
+    refusal = pytest.raises(ValueError, match=r"expected ContextPatcher\(model, tokenizer=\.\.\.\)")
+    with ContextPatcher(build("llama", vocab_size=VOCABULARY)) as without, refusal:
         scale.extract_dataset(without, dataset, tmp_path / "out")
 
 

@@ -10,7 +10,7 @@ from support.models import case, tokens
 from support.numeric import is_noise
 from torch import Tensor, nn
 
-from icl_patch import ContextPatcher, metrics
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 
 UPDATES = ("direct", "stable", "exact")
 
@@ -31,6 +31,14 @@ def works(patcher: ContextPatcher, inputs: dict | None = None) -> None:
     logits = patcher.forward(patch.kept_ids, patch)
     off = metrics.linf(logits, patch.logits)[patch.kept_mask].max()
     assert off == 0 if patcher.update == "exact" else is_noise(off, patcher, patch)
+
+
+def refuses(
+    model: nn.Module, message: str | None, error: type[Exception] = UnsupportedModelError
+) -> None:
+    """No patcher attaches to the model; the error has the message."""
+    with pytest.raises(error, match=message):
+        ContextPatcher(model)
 
 
 IDS, KEPT = tokens(0, 2, 5), tokens(1, 2, 3)
