@@ -95,9 +95,8 @@ def test_every_norm_is_folded_or_refused_with_its_reason(name: str) -> None:
     norms = "ln_" if name == "gpt2" else "norm"
     with fold(model) as folding:
         paths = [norm.path for norm in folding.folded]
-        assert {*paths, *folding.refused} == {
-            path for path, _ in model.named_modules() if norms in path.rpartition(".")[2]
-        }
+        every = {path for path, _ in model.named_modules() if norms in path.rpartition(".")[2]}
+        assert {*paths, *folding.refused} == every
         assert len(paths) == 7
         if name != "gemma3":
             assert not folding.refused
@@ -123,9 +122,8 @@ def test_layer_norm_formula() -> None:
     """
     model = gpt2(torch.float64)
     norm, reader = model.transformer.h[1].ln_2, model.transformer.h[1].mlp.c_fc
-    gamma, beta, weight, bias = (
-        x.detach().clone() for x in (norm.weight, norm.bias, reader.weight, reader.bias)
-    )
+    parts = (norm.weight, norm.bias, reader.weight, reader.bias)
+    gamma, beta, weight, bias = (x.detach().clone() for x in parts)
     with fold(model):
         centring = torch.eye(32, dtype=torch.float64) - torch.ones(32, 32, dtype=torch.float64) / 32
         assert same_sums(reader.weight, centring @ torch.diag(gamma) @ weight)

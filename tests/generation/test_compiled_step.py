@@ -40,11 +40,8 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def steps_of(patcher: ContextPatcher, ids: Any = IDS, **arguments: Any) -> list[GenerationStep]:
-    return list(
-        patcher.generate(
-            ids, **{"max_new_tokens": 5, "eos_token_id": None, "mode": "auto"} | arguments
-        )
-    )
+    options = {"max_new_tokens": 5, "eos_token_id": None, "mode": "auto"} | arguments
+    return list(patcher.generate(ids, **options))
 
 
 def llama(layers: int = 1) -> PreTrainedModel:
@@ -238,12 +235,7 @@ def test_a_model_with_hooks_is_not_compiled(traces: list[Any]) -> None:
 
 def test_a_step_that_looks_at_its_numbers() -> None:
     """What it found while it was traced would be there for good."""
-    looks: list[Callable[[Tensor], float]] = [
-        lambda x: x.tolist()[3],
-        lambda x: x.numpy()[3],
-        lambda x: x[3].item(),
-    ]
-    for look in looks:
+    for look in (lambda x: x.tolist()[3], lambda x: x.numpy()[3], lambda x: x[3].item()):
         model = llama()
         norm: Any = model.model.norm
 
@@ -251,21 +243,15 @@ def test_a_step_that_looks_at_its_numbers() -> None:
             return type(norm).forward(norm, x) * (1.5 if look(x[0, -1]) > 0 else 0.5)
 
         norm.forward = forward
-        with (
-            ContextPatcher(model, "stable") as patcher,
-            pytest.raises(
-                UnsupportedModelError,
-                match=r"compile does not cover LlamaForCausalLM: .*(look|get value|reads a tensor)",
-            ),
-        ):
+        message = r"compile does not cover LlamaForCausalLM: .*(look|get value|reads a tensor)"
+        refusal = pytest.raises(UnsupportedModelError, match=message)
+        with ContextPatcher(model, "stable") as patcher, refusal:
             steps_of(patcher, compile=True)
 
 
 def test_the_room_of_a_step() -> None:
     sizes = [compiled_step.bucketed_capacity(length) for length in range(1, 5000)]
-    assert all(
-        length <= size <= max(length + 31, 1.25 * length) for length, size in enumerate(sizes, 1)
-    )
+    assert all(n <= size <= max(n + 31, 1.25 * n) for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) == 25
 
 
@@ -273,25 +259,18 @@ def test_generations_beside_each_other_do_not_mix(traces: list[Any]) -> None:
     others = tokens(5, 2, 7)
     with ContextPatcher(llama(), "stable") as patcher:
         arguments: dict = {"max_new_tokens": 5, "eos_token_id": None}
-        pairs = list(
-            zip(
-                patcher.generate(IDS, compile=True, **arguments),
-                patcher.generate(others, compile=True, **arguments),
-                strict=True,
-            )
-        )
-        same(patcher, [pair[0] for pair in pairs], steps_of(patcher, mode="two_stream"))
-        same(patcher, [pair[1] for pair in pairs], steps_of(patcher, others, mode="two_stream"))
+        both = (patcher.generate(ids, compile=True, **arguments) for ids in (IDS, others))
+        pairs = list(zip(*both, strict=True))
+        for place, ids in enumerate((IDS, others)):
+            expected = steps_of(patcher, ids, mode="two_stream")
+            same(patcher, [pair[place] for pair in pairs], expected)
         assert len(traces) == 2
         half = patcher.generate(IDS, compile=True, **arguments)
         next(half)
         del half
         works(patcher)
-        same(
-            patcher,
-            steps_of(patcher, mode="two_stream", compile=True),
-            steps_of(patcher, mode="two_stream"),
-        )
+        made = steps_of(patcher, mode="two_stream", compile=True)
+        same(patcher, made, steps_of(patcher, mode="two_stream"))
 
 
 def test_patches_outlive_their_steps() -> None:
@@ -301,13 +280,7 @@ def test_patches_outlive_their_steps() -> None:
     model = llama(2)
     with ContextPatcher(model, "stable") as patcher:
         ends = int(steps_of(patcher)[1].token_ids[0])
-        steps = steps_of(
-            patcher,
-            compile=True,
-            eos_token_id=ends,
-            pad_token_id=0,
-            max_new_tokens=4,
-        )
+        steps = steps_of(patcher, compile=True, eos_token_id=ends, pad_token_id=0, max_new_tokens=4)
         steps_of(patcher, tokens(8, 2, 6), compile=True)
         live, limit = [step.live.tolist() for step in steps], noise_limit(model)
         assert not live[-1][0]
@@ -315,7 +288,7 @@ def test_patches_outlive_their_steps() -> None:
             patch = step.patch
             assert replay_error(patcher, step).max() <= limit
             for name, factor in patch.layers[0].items():
-                assert bool((factor[~step.live] == 0).all()), name
+                assert not factor[~step.live].any(), name
 
 
 def test_in_inference_mode() -> None:

@@ -54,11 +54,9 @@ CASES = [
 def test_rows_end_like_those_of_the_model(family: str, update: str, mode: str) -> None:
     """One row after another says an end; it is padded from there, the others say what they said."""
     model, ids = build(family), tokens(8, 3, 9)
-    free = stock(
-        model, ids, MASK, max_new_tokens=9, do_sample=False, eos_token_id=96, pad_token_id=0
-    )
-    ends = sorted({int(free[0, 2]), int(free[1, 5]), int(free[2, 7])})
-    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    arguments: dict = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    free = stock(model, ids, MASK, eos_token_id=96, **arguments)
+    arguments["eos_token_id"] = ends = sorted({int(free[i, j]) for i, j in enumerate((2, 5, 7))})
     expected = stock(model, ids, MASK, **arguments)
     with ContextPatcher(model, update) as patcher:
         steps = list(patcher.generate(ids, context_mask=MASK, mode=mode, **arguments))
@@ -99,10 +97,8 @@ def test_choice_is_transformers_own(processors: str) -> None:
     with ContextPatcher(model, "stable") as patcher:
         for mode in ("two_stream", "shared_cache"):
             torch.manual_seed(7)
-            assert torch.equal(
-                stream(list(patcher.generate(ids, context_mask=MASK, mode=mode, **arguments))),
-                expected,
-            )
+            steps = list(patcher.generate(ids, context_mask=MASK, mode=mode, **arguments))
+            assert torch.equal(stream(steps), expected)
 
 
 def test_the_models_own_configuration_holds() -> None:
@@ -219,10 +215,12 @@ def test_more_tokens_than_the_model_has_positions_for() -> None:
         ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
     ],
 )
-def test_other_ways_of_decoding_are_refused(arguments: dict, way: str) -> None:
+def test_other_ways_of_decoding_are_refused(
+    arguments: dict, way: str, llama_patcher: ContextPatcher
+) -> None:
     refusal = pytest.raises(ValueError, match=f"expected greedy search or sampling, got {way}")
-    with ContextPatcher(build("llama"), "stable") as patcher, refusal:
-        patcher.generate(IDS, **arguments, max_new_tokens=2)
+    with refusal:
+        llama_patcher.generate(IDS, **arguments, max_new_tokens=2)
 
 
 def test_stop_strings_end_rows_as_in_transformers() -> None:
@@ -259,12 +257,8 @@ def test_an_ended_row_is_nobodys_error() -> None:
         steps = list(patcher.generate(IDS, eos_token_id=says[0], **arguments))
         assert steps[0].ended.tolist() == [True, False]
         assert all(step.logits[1].isfinite().all() for step in steps)
-        assert all(
-            (u[0] == 0).all()
-            for step in steps[1:]
-            for name, u in step.patch.layers[0].items()
-            if name.endswith(".u")
-        )
+        factors = [item for step in steps[1:] for item in step.patch.layers[0].items()]
+        assert all((u[0] == 0).all() for name, u in factors if name.endswith(".u"))
         zeros = IDS.clone()
         zeros[1, -1] = 0
         message = r"model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0"
@@ -278,9 +272,8 @@ def test_a_patch_is_assembled_when_asked_for() -> None:
     limit = noise_limit(model)
     with ContextPatcher(model, "stable") as patcher:
         kept = list(patcher.generate(IDS, max_new_tokens=3, eos_token_id=None))
-        fresh = patcher.compute(
-            torch.cat([IDS, stream(kept)[:, :1]], 1), kept[1].token_ids.unsqueeze(1)
-        )
+        first, second = stream(kept)[:, :2].split(1, 1)
+        fresh = patcher.compute(torch.cat([IDS, first], 1), second)
     patch = kept[2].patch
     assert patch is kept[2].patch
     assert replace(patch.info, passes=2) == fresh.info
@@ -290,10 +283,8 @@ def test_a_patch_is_assembled_when_asked_for() -> None:
         assert layer.keys() == other.keys()
         assert all(metrics.linf(layer[name], other[name]).max() <= limit for name in layer)
     with ContextPatcher(model, "stable") as patcher:
-        assert (
-            metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], kept[2].logits).max()
-            <= limit
-        )
+        replayed = patcher.forward(patch.kept_ids, patch)[:, -1]
+        assert metrics.linf(replayed, kept[2].logits).max() <= limit
     for _ in range(3):  # some fingerprints are above the old one, some below
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight.add_(1)
@@ -308,9 +299,8 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
         arguments: dict = {"context_mask": mask, "max_new_tokens": 3, "eos_token_id": None}
         expected = stream(list(patcher.generate(ids, **arguments)))
         for same in (positions, positions.expand(3, 3, 9)):
-            assert torch.equal(
-                stream(list(patcher.generate(ids, position_ids=same, **arguments))), expected
-            )
+            steps = list(patcher.generate(ids, position_ids=same, **arguments))
+            assert torch.equal(stream(steps), expected)
         for others in (positions + 4, positions[:, 1:], torch.stack([positions, positions * 2])):
             message = r"expected no position_ids, or those that count the tokens from 0, got"
             with pytest.raises(ValueError, match=message):
@@ -357,26 +347,17 @@ def test_a_reserved_layer_is_a_dynamic_one_that_does_not_move() -> None:
     dynamic.update(*torch.randn(2, 3, 2, 5, 4).unbind())
     reserved = kv_cache.ReservedLayer(dynamic, 9)
     place = None
-    for tokens_, change in (
-        (1, None),
-        (2, lambda layer: layer.crop(-2)),
-        (1, None),
-        (1, None),
-        (4, lambda layer: layer.crop(-1)),
-    ):
+    for tokens_, cropped in ((1, None), (2, -2), (1, None), (1, None), (4, -1)):
         new = torch.randn(2, 3, 2, tokens_, 4).unbind()
         before = reserved.keys.shape[-2]
         made, expected = reserved.update(*new), dynamic.update(*new)
-        assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
+        assert all(map(torch.equal, made, expected))
         place = made[0].data_ptr() if place is None else place
         assert (reserved.keys.data_ptr() == place) == (before + tokens_ <= 9)
-        for layer in (reserved, dynamic):
-            if change is not None:
-                change(layer)
+        for layer in (reserved, dynamic) if cropped else ():
+            layer.crop(cropped)
     for layer in (reserved, dynamic):
         layer.batch_select_indices(torch.tensor([2, 0]))
     new = torch.randn(2, 2, 2, 1, 4).unbind()
-    assert all(
-        torch.equal(x, y) for x, y in zip(reserved.update(*new), dynamic.update(*new), strict=True)
-    )
+    assert all(map(torch.equal, reserved.update(*new), dynamic.update(*new)))
     assert reserved.get_seq_length() == dynamic.get_seq_length() == 12

@@ -44,9 +44,8 @@ def image_model(kind: str) -> Any:
     torch.manual_seed(0)
     model: Any = transformers.AutoModelForImageTextToText.from_config(config)
     tiny_models.randomise(model)
-    model.lm_head.weight.data[90:] = (
-        0  # it never chooses a token that stands for a part of an image
-    )
+    # it never chooses a token that stands for a part of an image
+    model.lm_head.weight.data[90:] = 0
     return model.eval()
 
 
@@ -90,8 +89,7 @@ MODES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch"),
-    [*((kind, "ragged") for kind in KINDS), (KINDS[0], "one")],
+    ("kind", "batch"), [*((kind, "ragged") for kind in KINDS), (KINDS[0], "one")]
 )
 def test_generates_as_the_model_with_its_images(kind: str, batch: str) -> None:
     model, inputs = image_model(kind), BATCHES[batch]()
@@ -129,9 +127,8 @@ def test_a_compiled_step_goes_on_from_the_positions_of_images(
 @pytest.mark.parametrize("keep_last", [0, 1])
 def test_verify_replays_behind_images(kind: str, keep_last: int) -> None:
     model, inputs = image_model(kind), ragged_images()
-    report = verify(
-        model, embedded.load()[1], context=inputs, max_new_tokens=4, keep_last=keep_last
-    )
+    options = {"max_new_tokens": 4, "keep_last": keep_last}
+    report = verify(model, embedded.load()[1], context=inputs, **options)
     own = generated(model, inputs).sequences[:, inputs["input_ids"].shape[1] :][:, :4]
     assert report.passed and report.bit_identical == 1
     assert [step.token_id for step in report.steps] == own.flatten().tolist()

@@ -95,13 +95,11 @@ def test_logits_that_are_not_numbers_are_equal_to_themselves() -> None:
         next(patcher.generate(IDS, eos_token_id=None, **TWO_PASSES))
 
 
-@pytest.mark.parametrize(
-    ("update", "time", "mode"),
-    [
-        ("exact", "in two passes", "two_pass"),
-        ("stable", "with two streams in the cache", "two_stream"),
-    ],
-)
+SLOWER = [("exact", "in two passes", "two_pass")]
+SLOWER += [("stable", "with two streams in the cache", "two_stream")]
+
+
+@pytest.mark.parametrize(("update", "time", "mode"), SLOWER)
 def test_slower_steps_are_said_with_the_reason(
     update: str, time: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,12 +15,7 @@ from icl_patch.recording.residual_sum import ResidualSum
 
 
 def state() -> tuple:
-    return (
-        dict(TABLE._local_mapping),
-        TABLE["sdpa"],
-        TABLE["eager"],
-        modeling_bloom.build_alibi_tensor,
-    )
+    return {name: TABLE[name] for name in TABLE}, modeling_bloom.build_alibi_tensor
 
 
 def nothing_hidden(rows: int, width: int) -> Visibility:

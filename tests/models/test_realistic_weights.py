@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from support.models import shallow
+from support.models import of_the_zoo, shallow
 from support.patchers import refuses
 from support.realistic_weights import OVERFLOWING, build
 from torch import Tensor
@@ -20,13 +20,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of each kind of writer, a Conv1D, a multiplier, a fused gate, experts, norms behind experts and
 # after the sum, no MLP. The others run with the stress tests.
 FAMILIES = ("llama", "gemma3", "gpt2", "granitemoe", "phi3", "gemma4-moe", "opt-post-norm", "mamba")
-families = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[] if family in FAMILIES else [pytest.mark.stress])
-        for family in tiny_models.SUPPORTED
-    ],
-)
+OTHERS = [name for name in tiny_models.SUPPORTED if name not in FAMILIES]
+families = pytest.mark.parametrize("family", of_the_zoo(tiny_models.SUPPORTED, stress=OTHERS))
 
 
 @families

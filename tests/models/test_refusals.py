@@ -13,16 +13,7 @@ import torch.nn.functional as F
 import transformers
 from support.models import build, case, ragged, shallow, tokens
 from support.numeric import noise_limit, normal, seeded
-from support.patchers import (
-    IDS,
-    KEPT,
-    Snapshot,
-    families,
-    plain_logits,
-    refuses,
-    updates,
-    works,
-)
+from support.patchers import IDS, KEPT, Snapshot, families, plain_logits, refuses, updates, works
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 

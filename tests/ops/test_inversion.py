@@ -15,14 +15,7 @@ from support.inversion import (
     needs_native,
     sweep,
 )
-from support.numeric import (
-    FLOATS,
-    ULP,
-    every_dtype,
-    normal,
-    same_bits,
-    seeded,
-)
+from support.numeric import FLOATS, ULP, every_dtype, normal, same_bits, seeded
 from support.rows import ROWS, rows_of, signs, some, uniform
 
 from icl_patch import ops
@@ -82,20 +75,14 @@ def test_fallback_gives_the_direction_of_the_missing_norm(invert: Invert) -> Non
     # Off the pole y = g m / (m² - 0.25) = 2/3.75; the rest of the norm, 4, lies along (3, -4, ·,
     # 0)/5.
     rest = (4 - (2 / 3.75) ** 2) ** 0.5
-    torch.testing.assert_close(
-        result.hidden, torch.tensor([[0.6 * rest, -0.8 * rest, 2 / 3.75, 0.0]]).double()
-    )
+    expected = torch.tensor([[0.6 * rest, -0.8 * rest, 2 / 3.75, 0.0]]).double()
+    torch.testing.assert_close(result.hidden, expected)
     assert result.status == Status.HARD
     without = invert(g, m, torch.ones(1))
     torch.testing.assert_close(without.hidden, torch.tensor([[rest, 0.0, 2 / 3.75, 0.0]]).double())
-    for useless in (
-        torch.zeros(1, 4),
-        torch.full((1, 4), torch.nan),
-        torch.tensor([[0.0, torch.inf, 0.0, 0.0]]),
-    ):
-        assert same_bits(
-            invert(g, m, torch.ones(1), fallback=useless.double()).hidden, without.hidden
-        )
+    for useless in ([0.0] * 4, [torch.nan] * 4, [0.0, torch.inf, 0.0, 0.0]):
+        other = invert(g, m, torch.ones(1), fallback=torch.tensor([useless]).double())
+        assert same_bits(other.hidden, without.hidden)
 
 
 @every_implementation

@@ -138,13 +138,11 @@ def check_inside(activations: object, wanted: object, mask: Tensor, dtype: torch
     """
     for name, y_ctx in wanted.readers.items():
         if y_ctx.shape[-1] > 1:  # one number may be near 0, where nothing is large beside it
-            assert (
-                metrics.linf(activations.readers[name], y_ctx)[mask].max() <= 8 * EPSILON[dtype]
-            ), name
+            off = metrics.linf(activations.readers[name], y_ctx)[mask].max()
+            assert off <= 8 * EPSILON[dtype], name
     if wanted.experts is not None:
-        assert torch.equal(
-            activations.experts[1][mask].sort(-1).values, wanted.experts[1][mask].sort(-1).values
-        )
+        chosen = (x.experts[1][mask].sort(-1).values for x in (activations, wanted))
+        assert torch.equal(*chosen)
 
 
 def test_a_materialised_token_in_a_stock_model(attached: Attached, tmp_path: Path) -> None:
@@ -156,11 +154,8 @@ def test_a_materialised_token_in_a_stock_model(attached: Attached, tmp_path: Pat
     patch = attached.updating("stable").compute(context, kept)
     patch.save(tmp_path / "patch.safetensors")
     fresh = shallow(attached.family, attached.seed)
-    position = (
-        {"position_ids": patch.position_ids}
-        if "position_ids" in inspect.signature(type(fresh).forward).parameters
-        else {}
-    )
+    takes = inspect.signature(type(fresh).forward).parameters
+    position = {"position_ids": patch.position_ids} if "position_ids" in takes else {}
     with torch.no_grad():
         bare = fresh(kept, **position).logits[:, -1]
         parameters = dict(fresh.named_parameters())

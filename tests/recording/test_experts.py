@@ -16,14 +16,6 @@ from icl_patch.layers.experts import PatchedExperts
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
 
-def mixture(
-    family: str, implementation: str, dtype: torch.dtype = torch.float32, **changes: Any
-) -> torch.nn.Module:
-    model = tiny_models.build(family, 0, dtype, **changes)
-    model.config._experts_implementation = implementation
-    return model
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3"])
 def test_every_implementation_of_the_library(family: str, implementation: str) -> None:
@@ -34,9 +26,8 @@ def test_every_implementation_of_the_library(family: str, implementation: str) -
         reference = Stock(model).logits(arguments)
         with ContextPatcher(model, update) as patcher:
             patch = patcher.compute(**arguments)
-            error = metrics.linf(patcher.forward(patch.kept_ids, patch), reference)[
-                patch.kept_mask
-            ].max()
+            logits = patcher.forward(patch.kept_ids, patch)
+            error = metrics.linf(logits, reference)[patch.kept_mask].max()
             assert error == 0 if update == "exact" else is_noise(error, patcher, patch)
         assert not patch.report.experts_changed.any()
 
@@ -47,8 +38,10 @@ def test_no_matrix_of_an_experts_size_is_made(family: str, implementation: str) 
     """In a model whose experts' matrices have far more elements than the activations of a few
     tokens.
     """
-    wide = {"moe_intermediate_size": 256} if family == "qwen2_moe" else {}
-    model = mixture(family, implementation, hidden_size=64, intermediate_size=256, **wide)
+    sizes = {"hidden_size": 64, "intermediate_size": 256}
+    sizes |= {"moe_intermediate_size": 256} if family == "qwen2_moe" else {}
+    model = tiny_models.build(family, **sizes)
+    model.config._experts_implementation = implementation
     smallest = min(parameter[0].numel() for parameter in model.parameters() if parameter.dim() == 3)
     inputs = {"context_ids": tokens(0, 1, 4), "kept_ids": tokens(1, 1, 2)}
     with torch.no_grad():
@@ -106,14 +99,9 @@ def test_an_expert_without_factors_is_left_as_it_is() -> None:
     experts, generator = PatchedExperts(base), torch.Generator().manual_seed(0)
     z, weights = torch.randn(3, 32, generator=generator), torch.rand(3, 2, generator=generator)
     index = torch.tensor([[0, 3], [5, 1], [2, 7]])
-    experts.read_u, experts.read_v = (
-        torch.randn(3, 2, 96, generator=generator),
-        torch.randn(3, 32, generator=generator),
-    )
-    experts.write_u, experts.write_v = (
-        torch.randn(3, 32, generator=generator),
-        torch.randn(3, 2, 48, generator=generator),
-    )
+    sizes = {"read_u": (2, 96), "read_v": (32,), "write_u": (32,), "write_v": (2, 48)}
+    for name, size in sizes.items():
+        setattr(experts, name, torch.randn(3, *size, generator=generator))
     experts.index = index
     experts.replay()
     patched = experts(z, index, weights)

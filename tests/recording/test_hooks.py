@@ -50,11 +50,9 @@ def before(change: Callable[[Tensor], Tensor]) -> Register:
     """A hook that changes a module's first input."""
 
     def hook(_module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        return (
-            ((change(args[0]), *args[1:]), kwargs)
-            if args
-            else (args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])})
-        )
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
     return lambda module: module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -92,17 +90,10 @@ def paths_in(model: nn.Module) -> list[str]:
     block = next(path for path, _ in model.named_modules() if path.endswith(".1"))
     inside = [path for path, _ in model.named_modules() if path.startswith(f"{block}.")]
     attention = [path for path in inside if path.endswith("attn")]
-    inside = [
-        path
-        for path in inside
-        if ".mlp" in path
-        or path.removeprefix(f"{block}.").startswith(("ln_", "input_", "post_", "pre_"))
-    ]
-    around = [
-        path
-        for path, module in model.named_modules()
-        if module in (model.get_input_embeddings(), model.get_output_embeddings())
-    ]
+    norms = tuple(f"{block}.{name}_" for name in ("ln", "input", "post", "pre"))
+    inside = [path for path in inside if ".mlp" in path or path.startswith(norms)]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    around = [path for path, module in model.named_modules() if module in ends]
     return [block, *attention, *inside, *around]
 
 
@@ -146,10 +137,7 @@ THREE_BLOCKS = {
     "gpt2": {"n_layer": 3},
 }
 # By update: what is right on every module beside the writer's and its readers' input.
-RIGHT = {
-    "exact": ("adds a vector",),
-    "stable": ("adds a vector", "scales", "cuts off", "rounds"),
-}
+RIGHT = {"exact": ("adds a vector",), "stable": ("adds a vector", "scales", "cuts off", "rounds")}
 
 
 OTHERS = [("llama", "exact"), ("gemma3", "exact"), ("gemma3", "direct"), ("gpt2", "exact")]
@@ -201,11 +189,8 @@ def test_hooks_that_are_set_before_attaching(family: str, update: str) -> None:
     """
     stock: Any = shallow(family)
     found: dict[str, bool] = {}
-    for path in (
-        path
-        for path in paths_in(stock)
-        if path.endswith((".mlp", "gate_proj", "down_proj", "post_feedforward_layernorm"))
-    ):
+    places = (".mlp", "gate_proj", "down_proj", "post_feedforward_layernorm")
+    for path in (path for path in paths_in(stock) if path.endswith(places)):
         for kind in FEW:
             model = copy.deepcopy(stock)
             KINDS[kind](model.get_submodule(path))
@@ -262,12 +247,8 @@ def test_a_patch_is_replayed_beside_the_hooks_that_it_was_computed_beside(
             handle.remove()
         for kind in ("adds a vector", "scales", "another forward"):
             handle = KINDS[kind](mlp)
-            with pytest.raises(
-                UnsupportedModelError,
-                match=(
-                    r"hooks that the patch was computed with, got others on model\.layers\.1\.mlp:"
-                ),
-            ):
+            message = "hooks that the patch was computed with, got others on"
+            with pytest.raises(UnsupportedModelError, match=rf"{message} model\.layers\.1\.mlp:"):
                 patcher.forward(KEPT, patch)
             handle.remove()
             assert torch.equal(patcher.forward(KEPT, patch), logits)
@@ -307,9 +288,8 @@ def test_hooks_and_generation(update: str) -> None:
                 expected = said(stock, register, path)
                 handle = register(model.get_submodule(path))
                 try:
-                    for step, logits in zip(
-                        patcher.generate(CONTEXT, **ARGUMENTS), expected, strict=True
-                    ):
+                    steps = patcher.generate(CONTEXT, **ARGUMENTS)
+                    for step, logits in zip(steps, expected, strict=True):
                         assert metrics.linf(step.logits, logits).max() <= NEAR, (path, kind)
                     right.add(kind)
                 except UnsupportedModelError as error:
@@ -366,11 +346,8 @@ def test_hooks_on_all_modules(update: str) -> None:
             works(patcher)
         for hook in (scaled, doubled):
             with on_all_modules(register_module_forward_hook, hook):
-                right = right_or_refused(
-                    patcher,
-                    with_context(stock, lambda _: None, "model"),
-                    "every module (a global hook)",
-                )
+                expected = with_context(stock, lambda _: None, "model")
+                right = right_or_refused(patcher, expected, "every module (a global hook)")
                 assert right or hook is doubled
         works(patcher)
         handle = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)

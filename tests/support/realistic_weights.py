@@ -33,7 +33,7 @@ OVERFLOWING = 400_000.0  # above the range of fp16 if the median is above 0.17
 # Where SIZE is too large for a model to compute at all.
 SIZES = {
     # its class squares the sum of its streams in the model's dtype: 256² is above fp16's range
-    ("gemma3n", torch.float16): 10.0,
+    ("gemma3n", torch.float16): 10.0
 }
 # The norm of the triggers' embeddings, as a multiple of that of the others.
 _LOUD = 8.0
@@ -67,10 +67,7 @@ class Features:
 
 
 def build(
-    name: str,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    size: float | None = None,
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, size: float | None = None
 ) -> tuple[PreTrainedModel, Features]:
     """A model of the zoo with realistic weights, and where its features are.
 

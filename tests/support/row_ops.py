@@ -6,15 +6,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from support.numeric import (
-    FLOATS,
-    UNIT,
-    in_gaps,
-    normal,
-    poisoned,
-    same_bits,
-    seeded,
-)
+from support.numeric import FLOATS, UNIT, in_gaps, normal, poisoned, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import ops
