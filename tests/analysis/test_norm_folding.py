@@ -103,10 +103,10 @@ def test_every_norm_is_folded_or_refused_with_its_reason(name: str) -> None:
             return
         inputs = [f"model.layers.{i}.{x}_layernorm" for i in range(3) for x in READ]
         assert paths == [*inputs, "model.norm"]
-        assert sum("q_norm" in path or "k_norm" in path for path in folding.refused) == 6
-        for part in ("post_attention_layernorm", "post_feedforward_layernorm"):
-            reason = folding.refused[f"model.layers.1.{part}"]
-            assert reason == "no linear map reads its output"
+        others = ("self_attn.q_norm", "self_attn.k_norm")
+        others += ("post_attention_layernorm", "post_feedforward_layernorm")
+        refused = {f"model.layers.{i}.{x}" for i in range(3) for x in others}
+        assert folding.refused == dict.fromkeys(refused, "no linear map reads its output")
 
 
 def same_sums(got: Tensor, expected: Tensor) -> bool:
@@ -245,8 +245,6 @@ def refused(model: PreTrainedModel, path: str) -> str:
 
 
 def test_refuses_norms_of_which_the_output_is_read_elsewhere() -> None:
-    for path in ("post_attention_layernorm", "self_attn.q_norm"):
-        assert "no linear map reads" in refused(build("gemma3"), f"model.layers.0.{path}")
     model = tiny_models.build("opt", do_layer_norm_before=False)
     path = "model.decoder.layers.1.self_attn_layer_norm"
     assert "the model computes something else" in refused(model, path)

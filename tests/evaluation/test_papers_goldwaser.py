@@ -143,10 +143,6 @@ def test_committed_answers_need_the_image() -> None:
 
 
 def test_committed_numbers_show_what_moves_bf16() -> None:
-    groups = committed("held")["groups"]
-    shares = {
-        (group["update"], group["held"]): group["token_match"]
-        for group in groups
-        if group["dtype"] == "bfloat16"
-    }
+    groups = [x for x in committed("held")["groups"] if x["dtype"] == "bfloat16"]
+    shares = {(group["update"], group["held"]): group["token_match"] for group in groups}
     assert shares["direct", MERGED] < 0.9 < shares["stable", MERGED] and shares["exact", LAZY] == 1

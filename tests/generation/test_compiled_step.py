@@ -122,14 +122,12 @@ def replays_bit_for_bit(patcher: ContextPatcher, ids: Tensor, **arguments: Any) 
         assert torch.equal(patcher.forward(alone.kept_ids, alone)[:, -1], step.logits[:1])
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),  # the others in fp32 run with the stress tests, and the whole compiler
-    [
-        *itertools.product(("gemma3", "gpt2"), (torch.float32, torch.bfloat16)),
-        *itertools.product(("opt-post-norm", "phi3", "qwen2_moe"), [torch.bfloat16]),
-    ],
-    ids=str,
-)
+# the others in fp32 run with the stress tests, and the whole compiler
+EXACT = [*itertools.product(("gemma3", "gpt2"), (torch.float32, torch.bfloat16))]
+EXACT += itertools.product(("opt-post-norm", "phi3", "qwen2_moe"), [torch.bfloat16])
+
+
+@pytest.mark.parametrize(("family", "dtype"), EXACT, ids=str)
 def test_a_compiled_exact_step_has_the_bits_of_its_replay(
     family: str, dtype: torch.dtype, traces: list[Any]
 ) -> None:
@@ -216,12 +214,9 @@ def test_a_model_with_hooks_is_not_compiled(traces: list[Any]) -> None:
     with ContextPatcher(model, "stable") as patcher:
         expected = steps_of(patcher, compile=True)
         matrix = patcher.attached_model.blocks[0].readers["mlp.up_proj"].base_layer
-        for set_hook in (
-            lambda: matrix.register_forward_hook(lambda *_: None),
-            lambda: block.register_forward_hook(lambda *_: None),
-            lambda: register_module_forward_hook(lambda *_: None),
-        ):
-            hook = set_hook()
+        modules = (matrix.register_forward_hook, block.register_forward_hook)
+        for set_hook in (*modules, register_module_forward_hook):
+            hook = set_hook(lambda *_: None)
             with pytest.raises(UnsupportedModelError, match="does not cover forward hooks"):
                 steps_of(patcher, compile=True)
             hook.remove()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.generation import prefilled
+from support.generation import generated_logits, prefilled
 from support.models import shallow, tokens
 from support.numeric import UNIT, noise_limit, normal, seeded
 from torch import nn
@@ -217,7 +217,6 @@ def test_a_part_that_is_replaced_later(part: str) -> None:
             else:
                 norm = layer.post_attention_layernorm
                 norm.weight = nn.Parameter(1.5 * norm.weight.detach())
-        wanted = settings | {"output_logits": True, "return_dict_in_generate": True}
-        expected, limit = model.generate(ids, **wanted).logits, noise_limit(model)
+        expected, limit = generated_logits(model, ids, **settings), noise_limit(model)
         for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
             assert metrics.linf(step.logits, logits).max() <= limit

@@ -132,19 +132,14 @@ def graph_of(function: Callable[[], list[Tensor]]) -> fx.GraphModule:
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
 GEMMA3N = {"intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.0] * 6}
+GEMMA3N |= {"num_kv_shared_layers": 0}
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "kinds"),
-    [
-        ("llama", {}, 3),
-        ("gpt2", {}, 3),
-        ("mixtral", {}, 3),
-        ("gemma3", SLIDING, 3),
-        ("gemma3n", SLIDING | GEMMA3N | {"num_kv_shared_layers": 0}, 3),
-        ("gemma4", SLIDING, 4),
-    ],
-)
+ALIKE = [("llama", {}, 3), ("gpt2", {}, 3), ("mixtral", {}, 3), ("gemma3", SLIDING, 3)]
+ALIKE += [("gemma3n", SLIDING | GEMMA3N, 3), ("gemma4", SLIDING, 4)]
+
+
+@pytest.mark.parametrize(("family", "changes", "kinds"), ALIKE)
 def test_alike_blocks_share_a_graph(
     family: str, changes: dict, kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,14 +32,11 @@ def image_model(kind: str) -> Any:
         },
     }[kind]
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text = {**tiny_models._COMMON, "num_hidden_layers": 2, "rope_parameters": rope}
+    ids = {"image": IMAGE, "video": 93, "vision_start": START, "vision_end": END}
+    settings = {f"{name}_token_id": number for name, number in ids.items()}
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**tiny_models._COMMON, "num_hidden_layers": 2, "rope_parameters": rope},
-        vision_config=vision | own,
-        image_token_id=IMAGE,
-        video_token_id=93,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        tie_word_embeddings=False,
+        text_config=text, vision_config=vision | own, tie_word_embeddings=False, **settings
     )
     torch.manual_seed(0)
     model: Any = transformers.AutoModelForImageTextToText.from_config(config)

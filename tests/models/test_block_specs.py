@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.generation import prefilled
+from support.generation import generated_logits, prefilled
 from support.models import Stock, build, case, ragged, shallow, tokens
 from support.numeric import noise_limit
 from support.patchers import refuses, works
@@ -42,11 +42,8 @@ def test_every_entry_of_the_zoo_has_the_writer_it_names() -> None:
 
 def test_one_walk_reads_the_known_forms() -> None:
     gpt2, granite, opt = form_of("gpt2"), form_of("granite"), form_of("opt-post-norm")
-    assert (gpt2.readers, gpt2.down, gpt2.transposed) == (
-        ("mlp.c_fc",),
-        "mlp.c_proj",
-        ("mlp.c_fc", "mlp.c_proj"),
-    )
+    assert (gpt2.readers, gpt2.down) == (("mlp.c_fc",), "mlp.c_proj")
+    assert gpt2.transposed == ("mlp.c_fc", "mlp.c_proj")
     assert granite.residual_multiplier == 0.22
     assert (opt.residual, opt.final_norm) == (("input of fc1",), "final_layer_norm")
     phi, olmo = form_of("phi"), form_of("olmo2")
@@ -236,11 +233,8 @@ def test_an_image_in_the_prefix_is_refused() -> None:
                 patcher.compute(kept_ids=kept, **arguments, **inputs | types)
         text = {"context_ids": kept, "prefix_ids": kept, "kept_ids": kept}
         works(patcher, text | {"pixel_values": None})
-        nothing = {
-            "prefix_ids": kept,
-            "prefix_mask": torch.zeros_like(kept),
-            "token_type_ids": types["token_type_ids"].roll(4, 1),
-        }
+        nothing = {"prefix_ids": kept, "prefix_mask": torch.zeros_like(kept)}
+        nothing["token_type_ids"] = types["token_type_ids"].roll(4, 1)
         works(patcher, {"context_ids": context, "kept_ids": kept, **inputs, **nothing})
 
 
@@ -299,12 +293,6 @@ def test_quantised_readers_and_writers(
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
 
 
-def generated_logits(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    """The model's own, of each new token."""
-    arguments = {"output_logits": True, "return_dict_in_generate": True}
-    return model.generate(ids, attention_mask=mask.long(), **GREEDY, **arguments).logits
-
-
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "falcon_h1", "mamba"])
 @pytest.mark.parametrize("update", ["stable", "exact"])
 def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -> None:
@@ -316,7 +304,7 @@ def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -
     with ContextPatcher(model, update) as patcher:
         limit = noise_limit(model)
         steps = patcher.generate(ids, context_mask=mask, **GREEDY)
-        for step, logits in zip(steps, generated_logits(model, ids, mask), strict=True):
+        for step, logits in zip(steps, generated_logits(model, ids, mask, **GREEDY), strict=True):
             assert metrics.linf(step.logits, logits).max() <= limit
         context, kept = tokens(0, 2, 3), tokens(1, 2, 2)
         both = patcher.compute(context, kept, prefix_ids=ids[:, :1], prefix_mask=mask[:, :1])
@@ -338,7 +326,7 @@ def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> Non
             # no compiler: the step on the fixed cache as it is
             use_compiled_step(patcher.plans, state, ())
             token_ids = ids[:, -1]
-            for logits in generated_logits(model, ids[:, part], mask[:, part]):
+            for logits in generated_logits(model, ids[:, part], mask[:, part], **GREEDY):
                 step = decode_one_token(state, token_ids)
                 assert metrics.linf(step.logits, logits).max() <= limit
                 token_ids = step.logits.argmax(-1)

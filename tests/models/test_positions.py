@@ -71,11 +71,8 @@ def of_lengths(prefix: int, context: int, kept: int) -> dict:
     """Two rows, the second shorter by 3 tokens of the context."""
     mask = torch.ones(2, context, dtype=torch.bool)
     mask[1, :3] = False
-    inputs = {
-        "context_ids": tokens(1, 2, context),
-        "context_mask": mask,
-        "kept_ids": tokens(2, 2, kept),
-    }
+    inputs = {"context_ids": tokens(1, 2, context), "context_mask": mask}
+    inputs["kept_ids"] = tokens(2, 2, kept)
     return inputs | ({"prefix_ids": tokens(0, 2, prefix)} if prefix else {})
 
 

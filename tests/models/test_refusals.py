@@ -85,17 +85,12 @@ def test_weights_without_values_are_refused() -> None:
         refuses(model, "default device")
 
 
-@pytest.mark.parametrize(
-    ("family", "factor", "message"),
-    [
-        ("gemma2", 2.0**-20, "outputs that are too small for torch.float16: torch.bfloat16"),
-        (
-            "llama",
-            2.0**16,
-            r" has .*float16 cannot hold: .*above its largest number 6.6e\+04.* torch.bfloat16",
-        ),
-    ],
-)
+TOO_LARGE = r" has .*float16 cannot hold: .*above its largest number 6.6e\+04.* torch.bfloat16"
+BEYOND = [("gemma2", 2.0**-20, "outputs that are too small for torch.float16: torch.bfloat16")]
+BEYOND += [("llama", 2.0**16, TOO_LARGE)]
+
+
+@pytest.mark.parametrize(("family", "factor", "message"), BEYOND)
 def test_an_mlp_beyond_the_range_of_fp16_is_refused_with_a_cure(
     family: str, factor: float, message: str
 ) -> None:
@@ -335,15 +330,12 @@ def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:
     patch = llama_patcher.compute(IDS, KEPT, kept_mask=kept_mask)
     other = KEPT.clone()
     other[0, 1] += 1
+    every = {"kept_mask": torch.ones(2, 3, dtype=torch.bool)}
     for ids, options, message in (
         (other, {}, r"kept tokens that the patch was computed for, \(2, 3\), got others"),
         (KEPT[:, :2], {}, r"got others, \(2, 2\)"),
         (KEPT[:1], {}, r"got others, \(1, 3\)"),
-        (
-            KEPT,
-            {"kept_mask": torch.ones(2, 3, dtype=torch.bool)},
-            "kept_mask that the patch was computed for",
-        ),
+        (KEPT, every, "kept_mask that the patch was computed for"),
     ):
         with pytest.raises(ValueError, match=message):
             llama_patcher.forward(ids, patch, **options)

@@ -43,12 +43,8 @@ def test_unpatched_readers_are_noticed(family: str, monkeypatch: pytest.MonkeyPa
     assert patch.report.correction.max() > 30 * EPSILON[torch.bfloat16]
 
 
-WRONG = [
-    ("gemma3", {"readers": ("mlp.up_proj",)}),
-    ("llama", {"readers": ("mlp.gate_proj",)}),
-    ("gemma3", {"scale_offset": 0.0}),
-    ("llama", {"residual_factor": 0.5}),
-]
+WRONG = [("gemma3", {"readers": ("mlp.up_proj",)}), ("llama", {"readers": ("mlp.gate_proj",)})]
+WRONG += [("gemma3", {"scale_offset": 0.0}), ("llama", {"residual_factor": 0.5})]
 # in bf16 this is within rounding
 WRONG_BY_A_PER_CENT = [("gemma3", {"scale_offset": 1.01}), ("llama", {"residual_factor": 1.01})]
 

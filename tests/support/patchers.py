@@ -63,11 +63,8 @@ class Snapshot:
 
     @staticmethod
     def _hooks(module: nn.Module) -> dict[str, dict]:
-        found = {
-            name: dict(value)
-            for name, value in vars(module).items()
-            if "hooks" in name and isinstance(value, dict)
-        }
+        own = {name: x for name, x in vars(module).items() if "hooks" in name}
+        found = {name: dict(x) for name, x in own.items() if isinstance(x, dict)}
         assert found
         return found
 
@@ -88,7 +85,5 @@ class Snapshot:
         assert all(parameters[name] is parameter for name, parameter in self.parameters.items())
         state = model.state_dict()
         assert list(state) == list(self.state)
-        assert all(
-            state[name].dtype == value.dtype and torch.equal(state[name], value)
-            for name, value in self.state.items()
-        )
+        for name, value in self.state.items():
+            assert state[name].dtype == value.dtype and torch.equal(state[name], value)
