@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.models import build
+from support.random_models import build
 
 from icl_patch import ContextPatcher
 

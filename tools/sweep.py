@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support import realistic_weights  # noqa: E402
-from support.models import Stock  # noqa: E402
+from support.random_models import Stock  # noqa: E402
 
 SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"

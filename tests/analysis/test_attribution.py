@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from support.models import tokens
+from support.random_models import tokens
 from torch import Tensor
 
 from icl_patch import ContextPatcher

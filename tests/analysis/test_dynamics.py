@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.models import build, tokens
 from support.numeric import ULP, UNIT, noise_limit, normal, seeded
+from support.random_models import build, tokens
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, metrics
@@ -25,9 +25,8 @@ ROUNDING = 4 * EXPERTS * N * K * ULP
 
 def close(got: Tensor, expected: Tensor, off: float = ROUNDING) -> bool:
     assert got.shape == expected.shape and got.isfinite().all()
-    return bool(
-        (got.double() - expected.double()).abs().max() <= off * expected.double().abs().max()
-    )
+    error = (got.double() - expected.double()).abs().max()
+    return bool(error <= off * expected.double().abs().max())
 
 
 def written_out(low: LowRank) -> Tensor:
@@ -77,12 +76,10 @@ def test_trajectory_against_matrices(kind: str) -> None:
     losses = (gradients * at).flatten(2).sum(-1)
     assert close(torch.autograd.grad(losses.sum(), at)[0], gradients)
     every, other = made.changes[:, None], made.changes[None]
-    table = torch.einsum("i...x,j...x->ij...", changes.flatten(2), changes.flatten(2))
-    assert close(every.inner(other), table)
-    assert close(
-        made.changes[1:].cosine(made.changes[-1:]),
-        nn.functional.cosine_similarity(changes[1:].flatten(2), changes[-1:].flatten(2), -1),
-    )
+    flat = changes.flatten(2)
+    assert close(every.inner(other), torch.einsum("i...x,j...x->ij...", flat, flat))
+    expected = nn.functional.cosine_similarity(flat[1:], flat[-1:], -1)
+    assert close(made.changes[1:].cosine(made.changes[-1:]), expected)
     if kind == "fixed":
         z = made.changes.v[0, :, 0] / made.changes.v[0, :, 0].square().sum(-1, keepdim=True)
         assert close(rates[2], 1 / z.square().sum(-1))
@@ -130,9 +127,8 @@ def test_first_layer_is_the_papers_formula(family: str) -> None:
     handle.remove()
     weight = reader.weight.detach().mT if family == "gpt2" else reader.weight.detach()
     pairs = zip(seen[::2], seen[1::2], strict=True)
-    expected = torch.stack(
-        [torch.outer(weight @ (z_ctx - z), z) / z.square().sum() for z_ctx, z in pairs]
-    )
+    outer = [torch.outer(weight @ (z_ctx - z), z) / z.square().sum() for z_ctx, z in pairs]
+    expected = torch.stack(outer)
     off = noise(model, family)
     with ContextPatcher(model, "direct") as patcher:
         found = patcher.dynamics(CONTEXT, KEPT, layers=slice(0, 1)).trajectory(f"{path}.weight")
@@ -140,9 +136,8 @@ def test_first_layer_is_the_papers_formula(family: str) -> None:
     assert not close(written_out(found.changes[:-1, 0, 0]), expected, off)
     # without learned positions x alone is the same at every length, and all steps share v
     if family == "llama":
-        gradients = torch.stack(
-            [torch.outer(weight @ (seen[2 * i - 2] - seen[2 * i]), seen[1]) for i in range(1, 5)]
-        )
+        steps = [weight @ (seen[2 * i - 2] - seen[2 * i]) for i in range(1, 5)]
+        gradients = torch.stack([torch.outer(step, seen[1]) for step in steps])
         assert close(written_out(found.gradients()[1:, 0, 0]), gradients, off)
         assert close(found.rates()[:, 0, 0], (1 / seen[1].square().sum()).expand(5), off)
 
@@ -251,10 +246,8 @@ def test_factorisation_of_a_model(family: str) -> None:
 
 
 def test_factorisation_needs_readers_one_token_and_no_applied_patch() -> None:
-    with (
-        ContextPatcher(family_model("gpt_neox", torch.float32)) as patcher,
-        pytest.raises(ValueError, match=r"gpt_neox\.layers\.0, which has none"),
-    ):
+    refusal = pytest.raises(ValueError, match=r"gpt_neox\.layers\.0, which has none")
+    with ContextPatcher(family_model("gpt_neox", torch.float32)) as patcher, refusal:
         factorise(patcher, CONTEXT, KEPT, 0)
     with ContextPatcher(build("llama"), "direct") as patcher:
         with pytest.raises(ValueError, match=r"kept_ids \(B, 1\), got \(2, 5\)"):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import build, tokens
 from support.numeric import noise_limit, normal, seeded
+from support.random_models import build, tokens
 from torch import Tensor
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics

@@ -185,18 +185,14 @@ def test_linear_through_the_command_line(
     assert "0 of 4 cases to measure" in capsys.readouterr().err
     [found] = load_all(tmp_path, "linear")
     assert len({row["case"] for row in found["rows"]}) == 4
-    assert all(
-        row["ratio"] > 0 and (row["call"] == linear.READ or row["error"] >= 0)
-        for row in found["rows"]
-    )
-    assert all(
-        row["of ceiling"] > 0 and row["ceiling GB/s"] > 0 for row in found["rows"] if row["ours"]
-    )
-    assert [row["of ceiling"] for row in found["rows"] if row["call"] == linear.READ] == [1] * 4
-    assert {"patched_linear", "F.linear", "unfused", "W + ΔW"} <= {
-        row["call"] for row in found["rows"]
-    }
-    assert linear.has_peft() == ("PEFT" in {row["call"] for row in found["rows"]})
+    rows = found["rows"]
+    for row in rows:
+        assert row["ratio"] > 0 and (row["call"] == linear.READ or row["error"] >= 0)
+        assert not row["ours"] or min(row["of ceiling"], row["ceiling GB/s"]) > 0
+    assert [row["of ceiling"] for row in rows if row["call"] == linear.READ] == [1] * 4
+    calls = {row["call"] for row in rows}
+    assert {"patched_linear", "F.linear", "unfused", "W + ΔW"} <= calls
+    assert linear.has_peft() == ("PEFT" in calls)
     assert cli.main(["bench", "--tables", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == [str(next(tmp_path.glob("*.md")))]
 

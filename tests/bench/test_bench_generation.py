@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.chats import chat_model
-from support.numeric import noise_limit, on_a_gpu
+from support.numeric import noise_limit, on_a_gpu, seeded
 from torch import Tensor
-from transformers import (
-    Gemma3TextConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from icl_patch.bench import baselines
 from icl_patch.bench.cases import answer, generation, passes
@@ -67,9 +62,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def ids_of(batch: int, context: int, shape: RandomModel) -> Tensor:
-    return torch.randint(
-        0, shape.vocabulary, (batch, context), generator=torch.Generator().manual_seed(context)
-    )
+    return torch.randint(0, shape.vocabulary, (batch, context), generator=seeded(context))
 
 
 def in_fp64(shape: RandomModel, ids: Tensor, device: torch.device) -> Tensor:
@@ -140,19 +133,19 @@ def test_a_saved_model_takes_the_place_of_a_random_one(
     dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     QWEN.build(CPU, dtype).save_pretrained(tmp_path / "own-model")
-    chosen = generation.cases(CPU, quick=True, model=str(tmp_path / "own-model"))
-    names = [case.name for case in chosen]
-    assert names[0] == "own-model float32 B=1 context=256"
-    every = generation.cases(CPU, quick=False, model=str(tmp_path / "own-model"))
-    assert (len(names), len(every)) == (4, 18)
+    chosen, every = (
+        generation.cases(CPU, quick=quick, model=str(tmp_path / "own-model"))
+        for quick in (True, False)
+    )
+    assert chosen[0].name == "own-model float32 B=1 context=256"
+    assert (len(chosen), len(every)) == (4, 18)
     saved = SavedModel.of(str(tmp_path / "own-model"))
     compared = generation.comparison(saved, 2, 9, dtype, CPU)
     assert compared.ours in (OURS, "recompute and apply, two streams")
     assert (NAIVE in compared.calls) is (dtype == torch.float32)
     for name in (compared.ours, EXACT, PLAIN):
         compared.check(name, compared.calls[name]())
-    status = main(["bench", "linear", "--model", str(tmp_path / "own-model")])
-    assert status == 2
+    assert main(["bench", "linear", "--model", str(tmp_path / "own-model")]) == 2
     assert "expected --model with none but generation, answer, passes" in capsys.readouterr().err
 
 

@@ -82,18 +82,8 @@ def check_self_contained(html: str) -> None:
 
 def test_the_page_of_a_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    status, out, _ = run(
-        capsys,
-        "report",
-        "--context",
-        CONTEXT,
-        "--kept",
-        QUESTION,
-        "--max-new-tokens",
-        5,
-        "--out",
-        file,
-    )
+    command = ("report", "--context", CONTEXT, "--kept", QUESTION, "--max-new-tokens", 5)
+    status, out, _ = run(capsys, *command, "--out", file)
     assert status == 0
     assert f"{file}: {file.stat().st_size} bytes" in out
     html = file.read_text(encoding="utf-8")
@@ -180,13 +170,9 @@ def test_the_largest_page_is_below_a_megabyte(result: ContextReport) -> None:
     """126 blocks, thousands of kept tokens, a context of a million characters that are long in
     HTML.
     """
-    names = [f"mlp.a_module_with_a_long_name_{n}" for n in range(5)]
-    sizes = page._sizes(
-        SimpleNamespace(  # type: ignore[arg-type]
-            norms=lambda: {name: torch.rand(126, 1, 5000) for name in names}, layers=range(126)
-        ),
-        ["'" * 20] * 5000,
-    )
+    norms = {f"mlp.a_module_with_a_long_name_{n}": torch.rand(126, 1, 5000) for n in range(5)}
+    fake: Any = SimpleNamespace(norms=lambda: norms, layers=range(126))
+    sizes = page._sizes(fake, ["'" * 20] * 5000)
     assert sizes.tokens > 1
     large = replace(
         result,

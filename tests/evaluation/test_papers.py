@@ -13,15 +13,7 @@ import pytest
 import regression_experiments as experiments
 import table_1
 import torch
-from regression_models import (
-    Attention,
-    Block,
-    Recurrence,
-    Stack,
-    StackBlock,
-    Tasks,
-    sample,
-)
+from regression_models import Attention, Block, Recurrence, Stack, StackBlock, Tasks, sample
 from support.numeric import ULP, UNIT, noise_limit, seeded
 from torch import Tensor, nn
 
@@ -55,10 +47,9 @@ def test_attention_is_the_formula_at_the_last_token() -> None:
     layer, tasks = block().layer.double(), in_fp64(sample(1, 9, seeded(1)))
     x = torch.cat([tasks.context[0], tasks.query]).T  # (3, 10)
     heads = []
+    parts = (layer.queries, layer.keys, layer.values)
     for i in range(8):
-        q, k, v = (
-            part.weight[4 * i : 4 * i + 4] @ x for part in (layer.queries, layer.keys, layer.values)
-        )
+        q, k, v = (part.weight[4 * i : 4 * i + 4] @ x for part in parts)
         heads.append(v @ ((k.T @ q[:, -1:]) / math.sqrt(4)).softmax(0))
     want = layer.output.weight @ torch.cat(heads)
     assert same(layer(tasks.context, tasks.query[None])[0, 0], want[:, 0])
@@ -100,11 +91,8 @@ def test_context_is_a_rank_one_change(layer: type) -> None:
 def test_stack_block_is_a_post_norm_encoder_layer() -> None:
     torch.manual_seed(0)
     made = StackBlock(32, 32, 8, 128).double()
-    reference = (
-        nn.TransformerEncoderLayer(32, 8, 128, dropout=0, batch_first=True, bias=True)
-        .double()
-        .eval()
-    )
+    reference = nn.TransformerEncoderLayer(32, 8, 128, dropout=0, batch_first=True, bias=True)
+    reference.double().eval()
     for ours, theirs in (
         (made.inputs.weight, reference.self_attn.in_proj_weight),
         (made.output.weight, reference.self_attn.out_proj.weight),
@@ -117,10 +105,8 @@ def test_stack_block_is_a_post_norm_encoder_layer() -> None:
     reference.self_attn.in_proj_bias.zero_()
     reference.self_attn.out_proj.bias.zero_()
     x = torch.randn(3, 11, 32).double()
-    want = reference(
-        x, src_mask=nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.float64)
-    )
-    assert same(made(x), want)
+    causal = nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.float64)
+    assert same(made(x), reference(x, src_mask=causal))
 
 
 @torch.no_grad()
@@ -172,38 +158,25 @@ def test_changes_and_alignment_are_those_of_matrices_written_out(
     found = experiments.figure_3(sizes, 0)
     # in fp32: a step is a difference of updates, each the product of sums of up to 32 products
     rounding = 64 * UNIT[torch.float32] * float(torch.stack(updates).flatten(2).norm(dim=-1).max())
-    assert torch.allclose(
-        torch.tensor(found["change"]["mean"]), steps.mean(0), rtol=0, atol=rounding
-    )
-    assert torch.allclose(
-        torch.tensor(found["change"]["standard_error"]),
-        steps.std(0) / sizes.trials**0.5,
-        rtol=0,
-        atol=rounding,
-    )
+    expected = {"mean": steps.mean(0), "standard_error": steps.std(0) / sizes.trials**0.5}
+    for name, value in expected.items():
+        assert torch.tensor(found["change"][name]).sub(value).abs().max() <= rounding
     assert len(found["context_length"]) == 12
     against = experiments.figure_4(sizes, 0)
     _, changes = experiments._finetune(model, tasks, against["rate"])
-    cosines = torch.stack(
-        [
-            nn.functional.cosine_similarity(updates[i].flatten(1), changes[:, i].flatten(1))
-            for i in range(1, 13)
-        ],
-        1,
-    )
+    pairs = zip(updates[1:], changes.unbind(1)[1:], strict=True)
+    flat = ((update.flatten(1), change.flatten(1)) for update, change in pairs)
+    cosines = torch.stack([nn.functional.cosine_similarity(*pair) for pair in flat], 1)
     rounding = 256 * UNIT[torch.float32]  # of a cosine between a change and one of several steps
-    assert torch.allclose(
-        torch.tensor(against["inner_product"]["mean"]), cosines.mean(0), rtol=0, atol=rounding
-    )
+    off = torch.tensor(against["inner_product"]["mean"]) - cosines.mean(0)
+    assert off.abs().max() <= rounding
     assert (cosines.mean(0) <= torch.tensor(against["inner_product_ceiling"]["mean"])).all()
-    unit = nn.functional.normalize(
-        model.layer(tasks.context[:, :0], tasks.query[:, None])[:, 0].detach(), dim=1
-    )
+    alone = model.layer(tasks.context[:, :0], tasks.query[:, None])[:, 0].detach()
+    unit = nn.functional.normalize(alone, dim=1)
     closest = (changes[:, 12] @ unit[..., None]) * unit[:, None]  # M v̂ v̂ᵀ
     reached = nn.functional.cosine_similarity(closest.flatten(1), changes[:, 12].flatten(1))
-    assert against["inner_product_ceiling"]["mean"][-1] == pytest.approx(
-        float(reached.mean()), abs=rounding
-    )
+    ceiling = against["inner_product_ceiling"]["mean"][-1]
+    assert ceiling == pytest.approx(float(reached.mean()), abs=rounding)
 
 
 def check(folder: Path) -> None:

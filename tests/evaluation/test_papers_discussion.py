@@ -12,7 +12,7 @@ import discussion
 import pytest
 import torch
 from pages import TEMPLATES
-from support.models import build
+from support.random_models import build
 
 from icl_patch import embedded
 

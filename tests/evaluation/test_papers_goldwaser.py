@@ -16,8 +16,8 @@ import pytest
 import torch
 from goldwaser_experiments import LAZY, MERGED, VARIANTS
 from support.generation import own_steps
-from support.models import build, tokens
 from support.numeric import UNIT, noise_limit
+from support.random_models import build, tokens
 
 from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation.baseline import BaselineRun
@@ -48,16 +48,10 @@ def test_inputs_are_those_of_gemma_3_and_the_loss_is_on_the_answers() -> None:
     processor, rng = shapes.build_processor(), random.Random(2)
     image = shapes.held_out_scenes(1)[0].draw(rng)
     inputs = shapes.encode(processor, [image], [shapes.EVERYTHING])
-    assert torch.allclose(
-        inputs["pixel_values"][0],
-        torch.from_numpy(image).permute(2, 0, 1) / 127.5 - 1,
-        rtol=0,
-        atol=4 * UNIT[torch.float32],
-    )
-    assert int(inputs["token_type_ids"].sum()) == shapes.IMAGE_TOKENS
-    assert (
-        inputs["input_ids"][inputs["token_type_ids"].bool()] == processor.tokenizer.image_token_id
-    ).all()
+    pixels = torch.from_numpy(image).permute(2, 0, 1) / 127.5 - 1
+    assert (inputs["pixel_values"][0] - pixels).abs().max() <= 4 * UNIT[torch.float32]
+    of_image = inputs["input_ids"][inputs["token_type_ids"].bool()].tolist()
+    assert of_image == [processor.tokenizer.image_token_id] * shapes.IMAGE_TOKENS
     assert "pixel_values" not in shapes.encode(processor, None, [shapes.EVERYTHING])
     inputs, weights = shapes._batch(processor, rng, 4)
     for ids, own, mask in zip(inputs["input_ids"], weights, inputs["attention_mask"], strict=True):
@@ -93,9 +87,8 @@ def test_exact_patches_held_as_vectors_are_bit_identical_and_rounding_costs_bits
     mask = torch.ones_like(ids, dtype=torch.bool)
     logits = torch.stack(list(own_steps(model, ids, mask, 3)), 1)
     run = BaselineRun(ids, mask, {}, 0, logits, logits.argmax(-1))
-    errors = experiments.measure(
-        model, "exact", run, {name: VARIANTS[name] for name in (LAZY, MERGED)}
-    )
+    variants = {name: VARIANTS[name] for name in (LAZY, MERGED)}
+    errors = experiments.measure(model, "exact", run, variants)
     assert errors[LAZY].shape == (2, 3, 2)
     assert (errors[LAZY] == torch.tensor([1.0, 0])).all()
     assert (errors[MERGED][..., 1] > 0).all()
@@ -150,10 +143,6 @@ def test_committed_answers_need_the_image() -> None:
 
 
 def test_committed_numbers_show_what_moves_bf16() -> None:
-    groups = committed("held")["groups"]
-    shares = {
-        (group["update"], group["held"]): group["token_match"]
-        for group in groups
-        if group["dtype"] == "bfloat16"
-    }
+    groups = [x for x in committed("held")["groups"] if x["dtype"] == "bfloat16"]
+    shares = {(group["update"], group["held"]): group["token_match"] for group in groups}
     assert shares["direct", MERGED] < 0.9 < shares["stable", MERGED] and shares["exact", LAZY] == 1

@@ -18,8 +18,8 @@ import real_statistics as statistics
 import torch
 from goldwaser_experiments import LAZY, MERGED
 from real_fidelity import KEPT, REPLAYS, RUNS
-from support.models import build, tokens
 from support.numeric import UNIT, normal, seeded
+from support.random_models import build, tokens
 from torch import nn
 
 from icl_patch import ContextPatcher, embedded, metrics
@@ -249,18 +249,12 @@ def test_the_conclusions_are_those_of_the_numbers() -> None:
     grown = {name: values[-1][1] for name, values in numbers["disturbed"].items()}
     assert grown["with its context"] < 1 < 3 * grown["with its context"] < grown["replayed"]
     assert grown["replayed, first token kept"] < grown["replayed"] / 3
-    merged = {
-        curve["kept"]: curve["match"]
-        for curve in numbers["protocol"]["bfloat16"]["curves"]
-        if curve["held"] == MERGED
-    }
+    curves = numbers["protocol"]["bfloat16"]["curves"]
+    merged = {curve["kept"]: curve["match"] for curve in curves if curve["held"] == MERGED}
     assert merged[0] < 0.9 < merged[1]
-    assert all(
-        curve["match"] == 1 and curve["linf"][3] == 0
-        for found in numbers["protocol"].values()
-        for curve in found["curves"]
-        if curve["update"] == "exact" and curve["held"] == LAZY
-    )
+    for curve in (curve for found in numbers["protocol"].values() for curve in found["curves"]):
+        if (curve["update"], curve["held"]) == ("exact", LAZY):
+            assert (curve["match"], curve["linf"][3]) == (1, 0)
     for span in numbers["spanned"].values():
         assert all(min(x) == 1 for key, x in span.items() if key.endswith("rank per token"))
     for found in numbers["control"].values():

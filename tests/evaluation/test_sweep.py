@@ -5,8 +5,7 @@ import sweep
 import torch
 import transformers
 from packaging.version import Version
-
-from icl_patch import ContextPatcher, UnsupportedModelError
+from support.patchers import refuses
 
 # What only the sweep has, beside the forms of `icl_patch.evaluation.tiny_models`.
 FORMS = {
@@ -58,9 +57,7 @@ of_the_tables = pytest.mark.skipif(
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_refusal_names_the_property_of_the_class(model_type: str) -> None:
     fewer = {"encoder_hash_byte_group_vocab": 50} if model_type == "blt" else {}  # of 10⁸ numbers
-    model = sweep.build(model_type, fewer)
-    with pytest.raises(UnsupportedModelError, match=REFUSED[model_type]):
-        ContextPatcher(model)
+    refuses(sweep.build(model_type, fewer), REFUSED[model_type])
 
 
 @of_the_tables

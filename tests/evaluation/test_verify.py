@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.generation import own_steps, spoil_closing
-from support.models import build
 from support.numeric import noise_limit
+from support.random_models import build
 from torch import Tensor
 
 from icl_patch import batch_invariant, embedded, metrics, verify
@@ -77,10 +77,8 @@ def test_exact_steps_are_compared_with_the_model_in_each_arithmetic(
     report = verify(model, build_tokenizer(), **arguments)
     ids, mask = encode_contexts(build_tokenizer(), texts)
     tokens = torch.tensor([step.token_id for step in report.steps]).view(2, 3)
-    around = {
-        "model": nullcontext,
-        "batch_invariant": partial(batch_invariant, model, attention=False),
-    }
+    invariant = partial(batch_invariant, model, attention=False)
+    around = {"model": nullcontext, "batch_invariant": invariant}
     runs = {
         name: torch.stack(list(own_steps(model, ids, mask, 3, tokens.unbind(1), inside)), 1)
         for name, inside in around.items()
@@ -105,11 +103,8 @@ def test_exact_steps_are_compared_with_the_model_in_each_arithmetic(
 def _spoilt(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     """A step with a patch that is a little off."""
     result = decode_one_token(state, token_ids)
-    patch = result.make_patch()
-    layers = tuple(
-        {name: x * 1.01 if name.endswith("down_proj.u") else x for name, x in layer.items()}
-        for layer in patch.layers
-    )
+    patch, name = result.make_patch(), "mlp.down_proj.u"
+    layers = tuple(layer | {name: 1.01 * layer[name]} for layer in patch.layers)
     return dataclasses.replace(result, make_patch=lambda: dataclasses.replace(patch, layers=layers))
 
 
@@ -231,9 +226,8 @@ def test_weights_that_are_missing(tmp_path: Path) -> None:
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(OSError, match=r"expected all weights in .*, 1 are missing, as model\.lay"):
         verify(tmp_path)
-    save_file(
-        weights | {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 3)}, file, {"format": "pt"}
-    )
+    other = {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 3)}
+    save_file(weights | other, file, {"format": "pt"})
     for content in (file.read_bytes(), (embedded.MODEL_DIR / file.name).read_bytes()[:-100]):
         file.write_bytes(content)  # of another shape; cut off
         with pytest.raises(OSError, match="expected whole weights in"):

@@ -4,12 +4,13 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.commands import run
 from support.data_sets import prompts, write_json_lines
-from support.models import build
+from support.random_models import build
 from transformers import PreTrainedModel
 
 from icl_patch import ContextPatch, embedded, verify
@@ -30,6 +31,7 @@ TOKENIZER = embedded.load()[1]
 ROWS = [row | {"task": place % 3} for place, row in enumerate(prompts(13))]
 BY_TASK = Columns(task="task")
 STEPS = 3
+STABLE: dict[str, Any] = {"update": "stable", "max_new_tokens": STEPS}
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +56,10 @@ def test_the_numbers_are_those_of_each_row(dataset: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(AttachedModel, "replay", wrong)
     model = tiny()
-    found = verify_dataset(
-        model, TOKENIZER, dataset, BY_TASK, update="stable", max_new_tokens=STEPS, batch_rows=1
-    )
+    found = verify_dataset(model, TOKENIZER, dataset, BY_TASK, batch_rows=1, **STABLE)
     assert found.promises and not found.passed and found.rejected == 0
-    own = [
-        verify(
-            model,
-            TOKENIZER,
-            context=row["context"] + row["kept"],
-            update="stable",
-            max_new_tokens=STEPS,
-        )
-        for row in ROWS
-    ]
+    texts = [row["context"] + row["kept"] for row in ROWS]
+    own = [verify(model, TOKENIZER, context=text, **STABLE) for text in texts]
     assert [task.task for task in found.tasks] == ["0", "1", "2"]
     for number, task in enumerate([*found.tasks, found.total]):
         reports = own if task.task == "all" else own[number::3]
@@ -77,9 +69,8 @@ def test_the_numbers_are_those_of_each_row(dataset: Path, monkeypatch: pytest.Mo
         )
         assert task.rows == len(reports)
         assert task.match == pytest.approx(sum(x.token_match for x in reports) / task.rows)
-        assert task.bit_identical == pytest.approx(
-            sum(x.bit_identical for x in reports) / task.rows
-        )
+        identical = sum(x.bit_identical for x in reports) / task.rows
+        assert task.bit_identical == pytest.approx(identical)
         assert task.linf == pytest.approx(statistics.median(linf))
         assert task.tvd == pytest.approx(statistics.median(tvd))
         assert (task.linf_max, task.tvd_max) == (max(linf), max(tvd))
@@ -98,10 +89,7 @@ def test_a_batch_has_the_rows_numbers(dataset: Path) -> None:
     """Padded, up to the noise; exact ones are bit-identical to the padded batch."""
     model = tiny()
     alone, together = (
-        verify_dataset(
-            model, TOKENIZER, dataset, update="stable", max_new_tokens=STEPS, batch_rows=rows
-        )
-        for rows in (1, 5)
+        verify_dataset(model, TOKENIZER, dataset, batch_rows=rows, **STABLE) for rows in (1, 5)
     )
     assert alone.tasks == together.tasks == []
     assert alone.total.match == together.total.match == 1 and together.passed
@@ -115,7 +103,7 @@ def test_a_batch_has_the_rows_numbers(dataset: Path) -> None:
 def test_a_model_that_takes_no_padding(tmp_path: Path) -> None:
     model = tiny_models.build("recurrent_gemma", vocab_size=len(TOKENIZER))
     dataset = write_json_lines(tmp_path / "rows.jsonl", ROWS[:3])
-    found = verify_dataset(model, TOKENIZER, dataset, update="stable", max_new_tokens=STEPS)
+    found = verify_dataset(model, TOKENIZER, dataset, **STABLE)
     assert found.passed and (found.total.rows, found.rejected) == (3, 0)
 
 
@@ -131,14 +119,8 @@ def test_rows_that_cannot_be_verified(tmp_path: Path) -> None:
     ]
     dataset = write_json_lines(tmp_path / "rows.jsonl", [ROWS[0], *bad, ROWS[1]])
     steps: list[tuple[int, int]] = []
-    found = verify_dataset(
-        model,
-        TOKENIZER,
-        dataset,
-        update="stable",
-        max_new_tokens=STEPS,
-        progress=lambda *counts: steps.append(counts),
-    )
+    counting = {"progress": lambda *counts: steps.append(counts)}
+    found = verify_dataset(model, TOKENIZER, dataset, **STABLE, **counting)
     assert (found.total.rows, found.rejected) == (2, 3) and found.passed
     reasons = sorted(found.reasons)
     assert reasons[0] == "row 1: expected text in column 'kept', got ''"
@@ -166,16 +148,11 @@ def test_without_a_good_row_or_argument(case: str, tmp_path: Path) -> None:
         verify_dataset(tiny(), TOKENIZER, dataset, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("count", "of", "interval"),
-    [
-        (81, 263, (0.2553, 0.3662)),
-        (15, 148, (0.0624, 0.1605)),
-        (0, 20, (0.0, 0.1611)),
-        (1, 29, (0.0061, 0.1718)),
-        (20, 20, (0.8389, 1.0)),
-    ],
-)
+INTERVALS = [(81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611))]
+INTERVALS += [(1, 29, (0.0061, 0.1718)), (20, 20, (0.8389, 1.0))]
+
+
+@pytest.mark.parametrize(("count", "of", "interval"), INTERVALS)
 def test_wilson_intervals(count: int, of: int, interval: tuple[float, float]) -> None:
     """Those of Newcombe (1998), table I, method 3."""
     assert wilson_interval(count / of, of) == pytest.approx(interval, abs=5e-5)

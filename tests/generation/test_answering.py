@@ -31,10 +31,8 @@ def test_an_answer_and_its_patch(prompt: embedded.Prompt) -> None:
 
 def test_what_ask_refuses() -> None:
     model, tokenizer = embedded.load()
-    with (
-        ContextPatcher(model) as patcher,
-        pytest.raises(ValueError, match=r"ContextPatcher\(model, tokenizer="),
-    ):
+    refusal = pytest.raises(ValueError, match=r"ContextPatcher\(model, tokenizer=")
+    with ContextPatcher(model) as patcher, refusal:
         patcher.ask("abc", "d")
     tokenizer.chat_template = None
     with ContextPatcher(model, tokenizer=tokenizer) as patcher:

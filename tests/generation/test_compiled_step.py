@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_error, replay_limit
 from support.patchers import IDS, works
+from support.random_models import build, ragged, shallow, tokens
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
@@ -40,11 +40,8 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def steps_of(patcher: ContextPatcher, ids: Any = IDS, **arguments: Any) -> list[GenerationStep]:
-    return list(
-        patcher.generate(
-            ids, **{"max_new_tokens": 5, "eos_token_id": None, "mode": "auto"} | arguments
-        )
-    )
+    options = {"max_new_tokens": 5, "eos_token_id": None, "mode": "auto"} | arguments
+    return list(patcher.generate(ids, **options))
 
 
 def llama(layers: int = 1) -> PreTrainedModel:
@@ -125,14 +122,12 @@ def replays_bit_for_bit(patcher: ContextPatcher, ids: Tensor, **arguments: Any) 
         assert torch.equal(patcher.forward(alone.kept_ids, alone)[:, -1], step.logits[:1])
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),  # the others in fp32 run with the stress tests, and the whole compiler
-    [
-        *itertools.product(("gemma3", "gpt2"), (torch.float32, torch.bfloat16)),
-        *itertools.product(("opt-post-norm", "phi3", "qwen2_moe"), [torch.bfloat16]),
-    ],
-    ids=str,
-)
+# the others in fp32 run with the stress tests, and the whole compiler
+EXACT = [*itertools.product(("gemma3", "gpt2"), (torch.float32, torch.bfloat16))]
+EXACT += itertools.product(("opt-post-norm", "phi3", "qwen2_moe"), [torch.bfloat16])
+
+
+@pytest.mark.parametrize(("family", "dtype"), EXACT, ids=str)
 def test_a_compiled_exact_step_has_the_bits_of_its_replay(
     family: str, dtype: torch.dtype, traces: list[Any]
 ) -> None:
@@ -164,10 +159,8 @@ def test_a_step_with_other_numbers_is_refused(
         return run
 
     monkeypatch.setattr(traced_step, "in_regions", inexact)
-    with (
-        ContextPatcher(llama(), update) as patcher,
-        pytest.raises(UnsupportedModelError, match=message),
-    ):
+    refusal = pytest.raises(UnsupportedModelError, match=message)
+    with ContextPatcher(llama(), update) as patcher, refusal:
         steps_of(patcher, compile=True)
 
 
@@ -221,12 +214,9 @@ def test_a_model_with_hooks_is_not_compiled(traces: list[Any]) -> None:
     with ContextPatcher(model, "stable") as patcher:
         expected = steps_of(patcher, compile=True)
         matrix = patcher.attached_model.blocks[0].readers["mlp.up_proj"].base_layer
-        for set_hook in (
-            lambda: matrix.register_forward_hook(lambda *_: None),
-            lambda: block.register_forward_hook(lambda *_: None),
-            lambda: register_module_forward_hook(lambda *_: None),
-        ):
-            hook = set_hook()
+        modules = (matrix.register_forward_hook, block.register_forward_hook)
+        for set_hook in (*modules, register_module_forward_hook):
+            hook = set_hook(lambda *_: None)
             with pytest.raises(UnsupportedModelError, match="does not cover forward hooks"):
                 steps_of(patcher, compile=True)
             hook.remove()
@@ -240,12 +230,7 @@ def test_a_model_with_hooks_is_not_compiled(traces: list[Any]) -> None:
 
 def test_a_step_that_looks_at_its_numbers() -> None:
     """What it found while it was traced would be there for good."""
-    looks: list[Callable[[Tensor], float]] = [
-        lambda x: x.tolist()[3],
-        lambda x: x.numpy()[3],
-        lambda x: x[3].item(),
-    ]
-    for look in looks:
+    for look in (lambda x: x.tolist()[3], lambda x: x.numpy()[3], lambda x: x[3].item()):
         model = llama()
         norm: Any = model.model.norm
 
@@ -253,21 +238,15 @@ def test_a_step_that_looks_at_its_numbers() -> None:
             return type(norm).forward(norm, x) * (1.5 if look(x[0, -1]) > 0 else 0.5)
 
         norm.forward = forward
-        with (
-            ContextPatcher(model, "stable") as patcher,
-            pytest.raises(
-                UnsupportedModelError,
-                match=r"compile does not cover LlamaForCausalLM: .*(look|get value|reads a tensor)",
-            ),
-        ):
+        message = r"compile does not cover LlamaForCausalLM: .*(look|get value|reads a tensor)"
+        refusal = pytest.raises(UnsupportedModelError, match=message)
+        with ContextPatcher(model, "stable") as patcher, refusal:
             steps_of(patcher, compile=True)
 
 
 def test_the_room_of_a_step() -> None:
     sizes = [compiled_step.bucketed_capacity(length) for length in range(1, 5000)]
-    assert all(
-        length <= size <= max(length + 31, 1.25 * length) for length, size in enumerate(sizes, 1)
-    )
+    assert all(n <= size <= max(n + 31, 1.25 * n) for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) == 25
 
 
@@ -275,25 +254,18 @@ def test_generations_beside_each_other_do_not_mix(traces: list[Any]) -> None:
     others = tokens(5, 2, 7)
     with ContextPatcher(llama(), "stable") as patcher:
         arguments: dict = {"max_new_tokens": 5, "eos_token_id": None}
-        pairs = list(
-            zip(
-                patcher.generate(IDS, compile=True, **arguments),
-                patcher.generate(others, compile=True, **arguments),
-                strict=True,
-            )
-        )
-        same(patcher, [pair[0] for pair in pairs], steps_of(patcher, mode="two_stream"))
-        same(patcher, [pair[1] for pair in pairs], steps_of(patcher, others, mode="two_stream"))
+        both = (patcher.generate(ids, compile=True, **arguments) for ids in (IDS, others))
+        pairs = list(zip(*both, strict=True))
+        for place, ids in enumerate((IDS, others)):
+            expected = steps_of(patcher, ids, mode="two_stream")
+            same(patcher, [pair[place] for pair in pairs], expected)
         assert len(traces) == 2
         half = patcher.generate(IDS, compile=True, **arguments)
         next(half)
         del half
         works(patcher)
-        same(
-            patcher,
-            steps_of(patcher, mode="two_stream", compile=True),
-            steps_of(patcher, mode="two_stream"),
-        )
+        made = steps_of(patcher, mode="two_stream", compile=True)
+        same(patcher, made, steps_of(patcher, mode="two_stream"))
 
 
 def test_patches_outlive_their_steps() -> None:
@@ -303,13 +275,7 @@ def test_patches_outlive_their_steps() -> None:
     model = llama(2)
     with ContextPatcher(model, "stable") as patcher:
         ends = int(steps_of(patcher)[1].token_ids[0])
-        steps = steps_of(
-            patcher,
-            compile=True,
-            eos_token_id=ends,
-            pad_token_id=0,
-            max_new_tokens=4,
-        )
+        steps = steps_of(patcher, compile=True, eos_token_id=ends, pad_token_id=0, max_new_tokens=4)
         steps_of(patcher, tokens(8, 2, 6), compile=True)
         live, limit = [step.live.tolist() for step in steps], noise_limit(model)
         assert not live[-1][0]
@@ -317,7 +283,7 @@ def test_patches_outlive_their_steps() -> None:
             patch = step.patch
             assert replay_error(patcher, step).max() <= limit
             for name, factor in patch.layers[0].items():
-                assert bool((factor[~step.live] == 0).all()), name
+                assert not factor[~step.live].any(), name
 
 
 def test_in_inference_mode() -> None:
@@ -328,10 +294,8 @@ def test_in_inference_mode() -> None:
 
 
 def test_what_cannot_be_compiled() -> None:
-    with (
-        ContextPatcher(build("llama"), "exact") as patcher,
-        pytest.raises(ValueError, match="expected mode 'shared_cache' for comp"),
-    ):
+    refusal = pytest.raises(ValueError, match="expected mode 'shared_cache' for comp")
+    with ContextPatcher(build("llama"), "exact") as patcher, refusal:
         patcher.generate(IDS, compile=True, max_new_tokens=2, mode="two_pass")
     model = tiny_models.build("xglm")
     ids = IDS % model.config.vocab_size
@@ -342,10 +306,8 @@ def test_what_cannot_be_compiled() -> None:
         same(patcher, steps_of(patcher, ids), before)
     for dtype in (torch.float32, torch.bfloat16):
         expected = "does not cover Llama4ForCausalLM: these experts: the host reads how many"
-        with (
-            ContextPatcher(tiny_models.build("llama4", 0, dtype), "stable") as patcher,
-            pytest.raises(UnsupportedModelError, match=expected),
-        ):
+        refusal = pytest.raises(UnsupportedModelError, match=expected)
+        with ContextPatcher(tiny_models.build("llama4", 0, dtype), "stable") as patcher, refusal:
             patcher.generate(tokens(0, 1, 5), compile=True)
     with torch.inference_mode():
         model = build("llama")
@@ -356,8 +318,6 @@ def test_what_cannot_be_compiled() -> None:
 
 
 def test_no_cuda_graph_holds_exact_steps_of_a_mixture() -> None:
-    with (
-        ContextPatcher(tiny_models.build("qwen2_moe")) as patcher,
-        pytest.raises(UnsupportedModelError, match="exact steps with experts as a CUDA graph"),
-    ):
+    refusal = pytest.raises(UnsupportedModelError, match="exact steps with experts as a CUDA graph")
+    with ContextPatcher(tiny_models.build("qwen2_moe")) as patcher, refusal:
         compiled_step.check_compilable(patcher.attached_model, ("cuda_graph",))

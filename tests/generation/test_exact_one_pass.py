@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import realistic_weights
 from support.generation import own_steps, spoil_closing
-from support.models import build, ragged, shallow, tokens
+from support.random_models import build, ragged, shallow, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.generation import prefilled
-from support.models import shallow, tokens
-from support.numeric import UNIT, noise_limit
+from support.generation import generated_logits, prefilled
+from support.numeric import UNIT, noise_limit, normal, seeded
+from support.random_models import shallow, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -25,16 +25,9 @@ from icl_patch.generation.one_pass import DecodeMode
 
 LAYERS = 4
 # Of a block: norms, norms that tell the recorder, gated products; and the model's last norm.
-EXPECTED = {
-    "llama": (1, 1, 1, 1),
-    "qwen3": (3, 1, 1, 1),
-    "gemma3": (4, 1, 1, 1),
-    "phi3": (1, 1, 1, 1),
-    "olmo2": (3, 0, 1, 1),
-    "gpt2": (0, 0, 0, 0),
-    "cohere2": (0, 0, 1, 0),
-    "mixtral": (1, 1, 0, 1),
-}
+EXPECTED = {"llama": (1, 1, 1, 1), "qwen3": (3, 1, 1, 1), "gemma3": (4, 1, 1, 1)}
+EXPECTED |= {"phi3": (1, 1, 1, 1), "olmo2": (3, 0, 1, 1), "gpt2": (0, 0, 0, 0)}
+EXPECTED |= {"cohere2": (0, 0, 1, 0), "mixtral": (1, 1, 0, 1)}
 
 
 def kind(fused: FusedModule) -> str:
@@ -54,30 +47,22 @@ def count_of(norms: int, before: int, gated: int) -> Counter:
 # Sums of 32 to 96 products and squares in another order; in half precision two roundings that go
 # the other way.
 ROUNDINGS = {torch.float32: 96, torch.bfloat16: 4, torch.float16: 4}
-HALF = (torch.bfloat16, torch.float16)
+CASES = [*itertools.product(EXPECTED, [torch.float32])]
+CASES += itertools.product(("qwen3", "gemma3", "phi3"), (torch.bfloat16, torch.float16))
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        *((family, torch.float32) for family in EXPECTED),
-        *itertools.product(("qwen3", "gemma3", "phi3"), HALF),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
 def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype) -> None:
     """Also in fp16, where the largest numbers that are tried overflow."""
-    norms, receives_norm_input, gated, last = EXPECTED[family]
-    with (
-        torch.no_grad(),
-        ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher,
-    ):
+    norms, before, gated, last = EXPECTED[family]
+    model = tiny_models.build(family, dtype=dtype)
+    with torch.no_grad(), ContextPatcher(model, "stable") as patcher:
         modules = found(patcher)
-        expected_kinds = (LAYERS * norms + last, LAYERS * receives_norm_input, LAYERS * gated)
-        assert Counter(map(kind, modules)) == count_of(*expected_kinds)
+        expected_kinds = count_of(LAYERS * norms + last, LAYERS * before, LAYERS * gated)
+        assert Counter(map(kind, modules)) == expected_kinds
         for fused in modules:
             width = 32 if kind(fused) == "gated" else fused.module.weight.shape[0]
-            x = (3 * torch.randn(2, 5, width, generator=torch.Generator().manual_seed(3))).to(dtype)
+            x = 3 * normal(seeded(3), 2, 5, width, dtype=dtype)
             made, expected = fused(x), fused.module(x)
             assert made.dtype == expected.dtype
             assert metrics.linf(made, expected).max() <= ROUNDINGS[dtype] * UNIT[dtype]
@@ -91,12 +76,9 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = function(*args, **kwargs or {})
-        views = function.is_view or function.name().startswith(
-            ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
-        )
-        self.count += not views
-        return made
+        nothing = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
+        self.count += not (function.is_view or function.name().startswith(nothing))
+        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
@@ -111,11 +93,7 @@ def test_a_step_takes_fewer_operators_than_the_models_own(family: str) -> None:
             run(ids[:, -1:], past_key_values=cache)
     with ContextPatcher(model, "stable") as patcher:
         state = prefilled(
-            patcher,
-            ids,
-            torch.ones_like(ids, dtype=torch.bool),
-            10,
-            DecodeMode.SHARED_CACHE,
+            patcher, ids, torch.ones_like(ids, dtype=torch.bool), 10, DecodeMode.SHARED_CACHE
         )
         with _Counted() as ours:
             decode_one_token(state, ids[:, -1])
@@ -135,22 +113,18 @@ def test_without_a_context_nothing_changes(
     if compiled:  # tracing takes seconds, and the dtype changes nothing of a graph but its dtypes
         cases = {torch.float32: ("two_stream",), torch.bfloat16: ("shared_cache",)}
     else:
-        cases = dict.fromkeys(
-            (torch.float32, torch.bfloat16, torch.float64), ("two_stream", "shared_cache")
-        )
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        cases = dict.fromkeys(dtypes, ("two_stream", "shared_cache"))
     for dtype, modes in cases.items():
         with ContextPatcher(shallow(family, dtype=dtype), "stable") as patcher:
             for mode in modes:
                 step = next(patcher.generate(ids, max_new_tokens=1, mode=mode, compile=compiled))
                 for layer in step.patch.layers:
-                    assert all(
-                        (factor == 0).all() for name, factor in layer.items() if name.endswith(".u")
-                    )
-                    scales = [name for name in layer if name.endswith(".new_scale")]
-                    assert all(
-                        (layer[name] == layer[name.replace("new_scale", "scale")]).all()
-                        for name in scales
-                    )
+                    for name, factor in layer.items():
+                        if name.endswith(".u"):
+                            assert not factor.any()
+                        if name.endswith(".new_scale"):
+                            assert (factor == layer[name.replace("new_scale", "scale")]).all()
 
 
 class _Doubled(nn.Module):
@@ -209,9 +183,8 @@ class _LargeEps(LlamaRMSNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states.float()
-        return self.weight * (
-            x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
-        ).to(hidden_states.dtype)
+        size = x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon
+        return self.weight * (x / size).to(hidden_states.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -244,9 +217,6 @@ def test_a_part_that_is_replaced_later(part: str) -> None:
             else:
                 norm = layer.post_attention_layernorm
                 norm.weight = nn.Parameter(1.5 * norm.weight.detach())
-        expected = model.generate(
-            ids, output_logits=True, return_dict_in_generate=True, **settings
-        ).logits
-        limit = noise_limit(model)
+        expected, limit = generated_logits(model, ids, **settings), noise_limit(model)
         for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
             assert metrics.linf(step.logits, logits).max() <= limit

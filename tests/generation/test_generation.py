@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.generation import own_steps
-from support.models import build, ragged, tokens
+from support.generation import generated_logits, own_steps
 from support.numeric import noise_floor, noise_limit
 from support.patchers import families, updates
+from support.random_models import build, ragged, tokens
 
 from icl_patch import ContextPatcher, metrics
 
@@ -58,8 +58,7 @@ def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
 
 @families
 @pytest.mark.parametrize(
-    ("update", "mode"),
-    [("direct", "auto"), ("stable", "two_stream"), ("stable", "shared_cache")],
+    ("update", "mode"), [("direct", "auto"), ("stable", "two_stream"), ("stable", "shared_cache")]
 )
 def test_generation_under_autocast(family: str, update: str, mode: str) -> None:
     """In the dtype that autocast says, also for a patcher that has generated without it: the
@@ -67,21 +66,19 @@ def test_generation_under_autocast(family: str, update: str, mode: str) -> None:
     """
     model, ids = build(family), tokens(7, 2, 8)
     settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
-    settings["mode"] = mode
-    plain = model.generate(ids, **arguments).logits
+    plain = generated_logits(model, ids, **settings)
     # every weight moved by a spacing of bf16 is far more than another batch in bf16
     limit, limit_bf16 = noise_limit(model), noise_floor(model, dtype=torch.bfloat16)
     for before in (False, True):
         with ContextPatcher(model, update) as patcher:
             if before:
-                list(patcher.generate(ids, **settings))
+                list(patcher.generate(ids, mode=mode, **settings))
             with torch.autocast("cpu", torch.bfloat16):
-                expected = model.generate(ids, **arguments).logits
-                steps = list(patcher.generate(ids, **settings))
+                expected = generated_logits(model, ids, **settings)
+                steps = list(patcher.generate(ids, mode=mode, **settings))
                 with pytest.raises(ValueError, match=r"does not cover .*autocast"):
-                    next(patcher.generate(ids, compile=True, **settings))
-            again = list(patcher.generate(ids, **settings))
+                    next(patcher.generate(ids, compile=True, mode=mode, **settings))
+            again = list(patcher.generate(ids, mode=mode, **settings))
         for step, logits, after, exact in zip(steps, expected, again, plain, strict=True):
             assert metrics.linf(step.logits.float(), logits).max() <= limit_bf16
             assert metrics.linf(after.logits, exact).max() <= limit

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tokens
+from support.random_models import tokens
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -85,9 +85,7 @@ def test_regions_are_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         traced = in_regions(graph_of(lambda: model()), model.blocks)
         for x, old in zip(model.state(), before, strict=True):
             x.copy_(old)
-        expected = []
-        for _ in range(6):
-            expected.append([x.clone() for x in (*model(), *model.state())])
+        expected = [[x.clone() for x in (*model(), *model.state())] for _ in range(6)]
         for x, old in zip(model.state(), before, strict=True):
             x.copy_(old)
         for outputs in expected:
@@ -106,10 +104,7 @@ def test_regions_that_share_what_they_write(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(6))
     start, written = torch.randn(2, 4), [torch.zeros(3, 4) for _ in blocks]
-    read = [
-        tensor.view(3, 4) if number in (3, 4) else torch.zeros(3, 4)
-        for number, tensor in enumerate(written)
-    ]
+    read = [x if number in (3, 4) else torch.zeros(3, 4) for number, x in enumerate(written)]
 
     def run() -> list[Tensor]:
         x = start
@@ -137,19 +132,14 @@ def graph_of(function: Callable[[], list[Tensor]]) -> fx.GraphModule:
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
 GEMMA3N = {"intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.0] * 6}
+GEMMA3N |= {"num_kv_shared_layers": 0}
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "kinds"),
-    [
-        ("llama", {}, 3),
-        ("gpt2", {}, 3),
-        ("mixtral", {}, 3),
-        ("gemma3", SLIDING, 3),
-        ("gemma3n", SLIDING | GEMMA3N | {"num_kv_shared_layers": 0}, 3),
-        ("gemma4", SLIDING, 4),
-    ],
-)
+ALIKE = [("llama", {}, 3), ("gpt2", {}, 3), ("mixtral", {}, 3), ("gemma3", SLIDING, 3)]
+ALIKE += [("gemma3n", SLIDING | GEMMA3N, 3), ("gemma4", SLIDING, 4)]
+
+
+@pytest.mark.parametrize(("family", "changes", "kinds"), ALIKE)
 def test_alike_blocks_share_a_graph(
     family: str, changes: dict, kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,9 +148,8 @@ def test_alike_blocks_share_a_graph(
     """
     found = made_regions(monkeypatch)
     layers = 6 if changes else 4
-    with ContextPatcher(
-        tiny_models.build(family, num_hidden_layers=layers, **changes), "stable"
-    ) as patcher:
+    model = tiny_models.build(family, num_hidden_layers=layers, **changes)
+    with ContextPatcher(model, "stable") as patcher:
         ids = tokens(0, 1, 6) % tiny_models.VOCABULARY
         list(patcher.generate(ids, max_new_tokens=1, compile=True))
     (regions,) = map(regions_of, found)

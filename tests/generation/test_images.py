@@ -32,21 +32,17 @@ def image_model(kind: str) -> Any:
         },
     }[kind]
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text = {**tiny_models._COMMON, "num_hidden_layers": 2, "rope_parameters": rope}
+    ids = {"image": IMAGE, "video": 93, "vision_start": START, "vision_end": END}
+    settings = {f"{name}_token_id": number for name, number in ids.items()}
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**tiny_models._COMMON, "num_hidden_layers": 2, "rope_parameters": rope},
-        vision_config=vision | own,
-        image_token_id=IMAGE,
-        video_token_id=93,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        tie_word_embeddings=False,
+        text_config=text, vision_config=vision | own, tie_word_embeddings=False, **settings
     )
     torch.manual_seed(0)
     model: Any = transformers.AutoModelForImageTextToText.from_config(config)
     tiny_models.randomise(model)
-    model.lm_head.weight.data[90:] = (
-        0  # it never chooses a token that stands for a part of an image
-    )
+    # it never chooses a token that stands for a part of an image
+    model.lm_head.weight.data[90:] = 0
     return model.eval()
 
 
@@ -90,8 +86,7 @@ MODES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch"),
-    [*((kind, "ragged") for kind in KINDS), (KINDS[0], "one")],
+    ("kind", "batch"), [*((kind, "ragged") for kind in KINDS), (KINDS[0], "one")]
 )
 def test_generates_as_the_model_with_its_images(kind: str, batch: str) -> None:
     model, inputs = image_model(kind), BATCHES[batch]()
@@ -129,9 +124,8 @@ def test_a_compiled_step_goes_on_from_the_positions_of_images(
 @pytest.mark.parametrize("keep_last", [0, 1])
 def test_verify_replays_behind_images(kind: str, keep_last: int) -> None:
     model, inputs = image_model(kind), ragged_images()
-    report = verify(
-        model, embedded.load()[1], context=inputs, max_new_tokens=4, keep_last=keep_last
-    )
+    options = {"max_new_tokens": 4, "keep_last": keep_last}
+    report = verify(model, embedded.load()[1], context=inputs, **options)
     own = generated(model, inputs).sequences[:, inputs["input_ids"].shape[1] :][:, :4]
     assert report.passed and report.bit_identical == 1
     assert [step.token_id for step in report.steps] == own.flatten().tolist()
@@ -153,10 +147,8 @@ def test_images_without_the_types_of_their_tokens_are_refused() -> None:
 def test_types_of_text_that_later_tokens_would_not_have_are_refused() -> None:
     """BERT's type 0 is that of a token without types; GPT-2 adds the vector of its token 0."""
     ids = torch.arange(1, 9).expand(1, -1)
-    with (
-        ContextPatcher(tiny_models.build("gpt2"), "stable") as patcher,
-        pytest.raises(ValueError, match="expected no token_type_ids for GPT2LMHeadModel"),
-    ):
+    refusal = pytest.raises(ValueError, match="expected no token_type_ids for GPT2LMHeadModel")
+    with ContextPatcher(tiny_models.build("gpt2"), "stable") as patcher, refusal:
         patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)
     model = sweep.build("bert", {})
     own = generated(model, {"input_ids": ids}).sequences[:, ids.shape[1] :]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import shallow, tokens
+from support.random_models import shallow, tokens
 
 from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.errors import (
@@ -77,9 +77,8 @@ def test_generate_replays_its_first_step_and_says_what_differs(
             warnings.simplefilter("error")
             list(patcher.generate(IDS, max_new_tokens=3, eos_token_id=None, **way))
         plant(monkeypatch)
-        with pytest.warns(
-            ExactnessWarning, match=r"step 1 of this generation is not exact: at 2 of 2"
-        ):
+        message = r"step 1 of this generation is not exact: at 2 of 2"
+        with pytest.warns(ExactnessWarning, match=message):
             next(patcher.generate(IDS, eos_token_id=None, **way))
 
 
@@ -96,13 +95,11 @@ def test_logits_that_are_not_numbers_are_equal_to_themselves() -> None:
         next(patcher.generate(IDS, eos_token_id=None, **TWO_PASSES))
 
 
-@pytest.mark.parametrize(
-    ("update", "time", "mode"),
-    [
-        ("exact", "in two passes", "two_pass"),
-        ("stable", "with two streams in the cache", "two_stream"),
-    ],
-)
+SLOWER = [("exact", "in two passes", "two_pass")]
+SLOWER += [("stable", "with two streams in the cache", "two_stream")]
+
+
+@pytest.mark.parametrize(("update", "time", "mode"), SLOWER)
 def test_slower_steps_are_said_with_the_reason(
     update: str, time: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

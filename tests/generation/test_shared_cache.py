@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.generation import prefilled
-from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_error, replay_limit
 from support.patchers import IDS, Snapshot, works
+from support.random_models import build, ragged, shallow, tokens
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.errors import SlowerStepsWarning
@@ -19,19 +19,8 @@ from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.generation.shared_cache import SharedCacheStreams
 
-COVERED = (
-    "gemma3",
-    "glm4",
-    "olmo3",
-    "mistral",
-    "qwen3",
-    "phi3",
-    "granite",
-    "gpt2",
-    "gpt_neox-sequential",
-    "opt-post-norm",
-    "llama-bias",
-)
+COVERED = ("gemma3", "glm4", "olmo3", "mistral", "qwen3", "phi3", "granite", "gpt2", "llama-bias")
+COVERED += ("gpt_neox-sequential", "opt-post-norm")
 COVERED += ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
 REFUSED = {
     "cohere": "its MLP stands beside the attention",
@@ -51,11 +40,7 @@ def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
         untouched = model(ids, attention_mask=mask.long(), position_ids=positions).logits[:, -1]
     before, floor = Snapshot(model), noise_limit(model)
     with ContextPatcher(model, "stable") as patcher:
-        arguments: dict = {
-            "context_mask": mask,
-            "max_new_tokens": 4,
-            "eos_token_id": None,
-        }
+        arguments: dict = {"context_mask": mask, "max_new_tokens": 4, "eos_token_id": None}
         fast = list(patcher.generate(ids, mode="shared_cache", **arguments))
         two = list(patcher.generate(ids, **arguments))
         limits = [replay_limit(patcher, step.patch) for step in fast]
@@ -78,9 +63,8 @@ def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
     model = shallow(family, 1)
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
-        with pytest.raises(
-            UnsupportedModelError, match=f"mode=.shared_cache.*{re.escape(REFUSED[family])}"
-        ):
+        message = f"mode=.shared_cache.*{re.escape(REFUSED[family])}"
+        with pytest.raises(UnsupportedModelError, match=message):
             patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
         assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_stream"
         works(patcher)
@@ -115,13 +99,12 @@ def test_the_trial_notices_a_wrong_stream(
             alone(self, made, query, value)
             self._reduced = self._reduced * (3 if value.shape[2] >= 9 else 1)
             return
+        context = value.mean(2, keepdim=True).repeat_interleave(groups, 1).reshape(made.shape)
         self._reduced = {
-            "sees the context": lambda: (
-                value.mean(2, keepdim=True).repeat_interleave(groups, 1).reshape(made.shape)
-            ),
-            "sees nothing": lambda: torch.zeros_like(made),
-            "one stream twice": lambda: made.clone(),
-        }[fault]()
+            "sees the context": context,
+            "sees nothing": torch.zeros_like(made),
+            "one stream twice": made.clone(),
+        }[fault]
 
     monkeypatch.setattr(SharedCacheStreams, "_alone", wrong)
     model = shallow(family)
@@ -137,10 +120,8 @@ def test_something_between_attention_and_its_projection_is_refused() -> None:
     model = build("llama")
     attention = model.model.layers[2].self_attn
     attention.o_proj = torch.nn.Sequential(torch.nn.Tanh(), attention.o_proj)
-    with (
-        ContextPatcher(model, "stable") as patcher,
-        pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"),
-    ):
+    refusal = pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the")
+    with ContextPatcher(model, "stable") as patcher, refusal:
         patcher.plans.of(DecodeMode.SHARED_CACHE)
 
 
@@ -149,30 +130,21 @@ def held() -> int:
     gc.collect()
     # other tests' fake tensors hold nothing
     found = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
-    return sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values()
-    )
+    storages = [x.untyped_storage() for x in found]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
 def test_memory_beyond_the_model_and_one_cache() -> None:
     """Between steps, with the last step's factors alive: at most 1 % of the model, and a cache of B
     rows.
     """
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 2,
-        "vocab_size": 4000,
-    }
-    batch = 4
-    model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
+    batch, sizes = 4, {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 4000}
+    model, ids = build("llama", 0, num_hidden_layers=2, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
         patcher.plans.of(DecodeMode.SHARED_CACHE)
         before = held()
-        state = prefilled(
-            patcher, ids, torch.ones_like(ids, dtype=torch.bool), 43, DecodeMode.SHARED_CACHE
-        )
+        state = prefilled(patcher, ids, torch.ones_like(ids).bool(), 43, DecodeMode.SHARED_CACHE)
         for column in (-1, -2, -3):
             decoded = decode_one_token(state, ids[:, column])
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.inputs.cache.layers)

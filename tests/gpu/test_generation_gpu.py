@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.models import build, ragged, tokens
 from support.numeric import noise_floor, noise_limit, on_a_gpu, replay_error
+from support.random_models import build, ragged, tokens
 
 from icl_patch import ContextPatcher, metrics
 
@@ -23,34 +23,20 @@ def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torc
     with ContextPatcher(model, "stable") as patcher:
         for seed in (7, 8):
             ids, mask = tokens(seed, 3, 9).cuda(), ragged(3, 9, side="left").cuda()
-            arguments: dict = {
-                "context_mask": mask,
-                "max_new_tokens": 8,
-                "mode": mode,
-                "eos_token_id": None,
-            }
+            arguments: dict = {"max_new_tokens": 8, "mode": mode, "eos_token_id": None}
+            arguments["context_mask"] = mask
             eager = list(patcher.generate(ids, **arguments))
+            arguments["compile"] = "inductor+cuda_graph" if compiled else "cuda_graph"
             captured: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for step in patcher.generate(
-                ids, compile="inductor+cuda_graph" if compiled else "cuda_graph", **arguments
-            ):
-                assert (
-                    metrics.linf(
-                        patcher.forward(step.patch.kept_ids, step.patch)[:, -1], step.logits
-                    ).max()
-                    <= near
-                )
+            for step in patcher.generate(ids, **arguments):
+                assert replay_error(patcher, step).max() <= near
                 captured.append((step.token_ids.clone(), step.logits.clone()))
             for (token_ids, logits), expected in zip(captured, eager, strict=True):
                 if dtype == torch.float32:  # a token of bf16 may differ, and all that follow
                     assert torch.equal(token_ids, expected.token_ids)
                     assert metrics.linf(logits, expected.logits).max() <= near
         assert len(patcher.plans.compiled) == 1
-        step = list(
-            patcher.generate(
-                ids, compile="inductor+cuda_graph" if compiled else "cuda_graph", **arguments
-            )
-        )[5]
+        step = list(patcher.generate(ids, **arguments))[5]
         with pytest.raises(ValueError, match="before the next step"):
             _ = step.patch
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CASES, FAMILIES, build, case, tokens
 from support.numeric import on_a_gpu, replay_limit
 from support.offload import imported_accelerate, results
+from support.random_models import CASES, FAMILIES, build, case, tokens
 from support.static import random_examples
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,10 +30,7 @@ FIT: dict[str, Any] = {
 
 
 def on_device(arguments: dict) -> dict:
-    return {
-        name: value.cuda() if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-    }
+    return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 
 @pytest.mark.parametrize("arguments", CASES)
@@ -64,9 +61,8 @@ def test_a_patch_moves_between_devices() -> None:
     with ContextPatcher(build("gemma3", 0), "exact") as patcher:
         patch = patcher.compute(**case("span"))
         back = patch.to("cuda").to("cpu")
-        assert torch.equal(
-            patcher.forward(back.kept_ids, back), patcher.forward(patch.kept_ids, patch)
-        )
+        moved, own = (patcher.forward(x.kept_ids, x) for x in (back, patch))
+        assert torch.equal(moved, own)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama"])

@@ -2,12 +2,11 @@
 there too.
 """
 
-from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 import torch
-from support.inversion import ROOT_ULP, check_rows, mixed_rows, same_rows
+from support.inversion import LAYOUTS, ROOT_ULP, check_rows, mixed_rows, same_rows
 from support.numeric import every_dtype, normal, on_a_gpu, same_bits, seeded
 from torch import Tensor
 
@@ -51,12 +50,9 @@ def test_every_dtype_is_like_the_cpu_and_a_row_does_not_see_its_batch(
         expected_stable = ops.stable_scale(g.cpu(), scale.cpu(), h.cpu(), eps)
         for x, y in ((inverse, expected), (stable, expected_stable)):
             assert torch.equal(x.status.cpu(), y.status)
-            assert [getattr(x, f.name).dtype for f in fields(x)] == [
-                getattr(y, f.name).dtype for f in fields(y)
-            ]
-        size = (expected_stable.u.abs() + h.cpu().abs().to(expected_stable.u.dtype)).norm(
-            dim=1, keepdim=True
-        )
+            assert [a.dtype for a in vars(x).values()] == [b.dtype for b in vars(y).values()]
+        size = expected_stable.u.abs() + h.cpu().abs().to(expected_stable.u.dtype)
+        size = size.norm(dim=1, keepdim=True)
         assert ((stable.u.cpu() - expected_stable.u).abs() <= ROOT_ULP * size).all()
         for rows in (torch.arange(len(m)).flip(0), torch.arange(5), torch.tensor([3])):
             place = rows.cuda()
@@ -73,23 +69,13 @@ def test_a_poisoned_row_leaves_the_others_alone(n: int) -> None:
     clean = ops.invert_rmsnorm(g, m, rms, 1e-6)
     g[517, n // 2], m[518, 0], rms[519] = torch.nan, torch.inf, 0
     result = ops.invert_rmsnorm(g, m, rms, 1e-6)
-    assert result.status[517:520].tolist() == [
-        Status.NONFINITE,
-        Status.NONFINITE,
-        Status.BAD_RADIUS,
-    ]
+    assert result.status[517:519].tolist() == [Status.NONFINITE] * 2
+    assert result.status[519] == Status.BAD_RADIUS
     assert result.hidden[517:519].isnan().all() and not result.hidden[519].any()
     others = torch.ones(1024, dtype=torch.bool).index_fill_(0, torch.arange(517, 520), False)
     for field in fields(clean):
         x, y = (getattr(each, field.name).cpu()[others] for each in (result, clean))
         assert torch.equal(x, y)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda x: x.mT.contiguous().mT if x.dim() == 2 else x,
-    "gaps": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "offset": lambda x: torch.cat([x[..., :1], x], -1)[..., 1:],
-}
 
 
 @every_dtype
@@ -102,9 +88,8 @@ def test_strides_do_not_show(n: int, layout: str, dtype: torch.dtype) -> None:
     for scale in (m, m[1]):
         laid = (lay(g), lay(scale), lay(rms), 0.1, lay(h))
         assert same_rows(ops.invert_rmsnorm(*laid), ops.invert_rmsnorm(g, scale, rms, 0.1, h))
-        assert same_rows(
-            ops.stable_scale(lay(g), lay(scale), lay(h), 0.1), ops.stable_scale(g, scale, h, 0.1)
-        )
+        stable = ops.stable_scale(lay(g), lay(scale), lay(h), 0.1)
+        assert same_rows(stable, ops.stable_scale(g, scale, h, 0.1))
     expanded = ops.invert_rmsnorm(g[1].expand(5, n), m[1].expand(5, n), rms[:1].expand(5))
     assert same_rows(expanded, ops.invert_rmsnorm(g[1].repeat(5, 1), m[1], rms[:1].repeat(5)))
 

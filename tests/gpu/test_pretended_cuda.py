@@ -11,12 +11,8 @@ from support.processes import TESTS, run_python
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
-FILES = [
-    "gpu/test_generation_gpu.py",
-    "gpu/test_gpu.py",
-    "bench/test_bench_generation.py",
-    "bench/test_bench.py",
-]
+FILES = ["gpu/test_generation_gpu.py", "gpu/test_gpu.py"]
+FILES += ["bench/test_bench_generation.py", "bench/test_bench.py"]
 CHOSEN = (
     "float32 and (shared or streams and as) or models_bits or bfloat16 and prefix and gemma3"
     " or matches and gemma3 and stable or between or every_way_of or every_way_says and gemma"

@@ -28,9 +28,8 @@ def log_probabilities(
     out, token = [], ids
     for step in range(3):
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -token.shape[1] :]
-        logits = model(
-            token, attention_mask=mask.long(), position_ids=positions, past_key_values=cache
-        ).logits[:, -1]
+        given = {"attention_mask": mask.long(), "position_ids": positions}
+        logits = model(token, past_key_values=cache, **given).logits[:, -1]
         out.append(logits.log_softmax(-1))
         token = (ids[:, -1:] + step) % model.config.vocab_size
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
@@ -38,10 +37,7 @@ def log_probabilities(
 
 
 def rows_alone(model: PreTrainedModel, ids: Tensor, rows: list[int]) -> Tensor:
-    lengths = [LENGTHS[row] for row in rows]
-    parts = [
-        ids[row : row + 1, WIDTH - length :] for row, length in zip(rows, lengths, strict=True)
-    ]
+    parts = [ids[row : row + 1, WIDTH - LENGTHS[row] :] for row in rows]
     return torch.cat([log_probabilities(model, x, torch.ones_like(x).bool()) for x in parts])
 
 

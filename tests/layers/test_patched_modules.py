@@ -71,9 +71,8 @@ def test_a_patch_per_row(name: str, rows: tuple[int, ...]) -> None:
     layer.set_patch(u, v)
     assert is_patched_sum(layer(z), z, *matrix(base), u.unsqueeze(-2), v.unsqueeze(-2))
     if rows != (1,):
-        assert not is_patched_sum(
-            layer(z), z, *matrix(base), u.unsqueeze(-2), v.roll(1, -2).unsqueeze(-2)
-        )
+        other = v.roll(1, -2).unsqueeze(-2)
+        assert not is_patched_sum(layer(z), z, *matrix(base), u.unsqueeze(-2), other)
     if rows == (1, 3):
         assert not is_patched_sum(layer(z), z, *matrix(base), u[0], v[0])
         layer.set_patch(u, v, shared=True)
@@ -109,11 +108,8 @@ def test_factors_follow_to_another_device_and_keep_their_dtype() -> None:
     layer = PatchedLinear(nn.Linear(K, N))
     layer.set_patch(torch.randn(3, N), torch.randn(3, K, dtype=torch.float64))
     layer.to(torch.bfloat16)
-    assert (layer.weight.dtype, layer.u.dtype, layer.v.dtype) == (
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    )
+    dtypes = [x.dtype for x in (layer.weight, layer.u, layer.v)]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float64]
     layer.to("meta")
     assert layer.weight.device == layer.u.device == layer.v.device == torch.device("meta")
     norm = patched_norm("llama")
@@ -144,26 +140,20 @@ def test_factors_in_another_order_than_the_input(name: str) -> None:
     """(T, B, ·) has as many elements as (B, T, ·), and is not it."""
     layer, z = PatchedLinear(BASES[name]()), torch.randn(2, 3, K)
     layer.set_patch(torch.randn(3, 2, N), torch.randn(3, 2, K))
-    with pytest.raises(
-        ValueError,
-        match=r"expected factors \(2, 3, '·'\) or flat \(6, ·\), or shared ones, got \(3, 2, 7\)",
-    ):
+    message = r"expected factors \(2, 3, '·'\) or flat \(6, ·\), or shared ones, got \(3, 2, 7\)"
+    with pytest.raises(ValueError, match=message):
         layer(z)
     for shape in ((3, 2, N), (N, 6), (1,)):
         layer.set_bias_change(torch.randn(shape))
-        with pytest.raises(
-            ValueError, match=r"expected bias_change \(2, 3, 7\), flat or \(7,\), got"
-        ):
+        message = r"expected bias_change \(2, 3, 7\), flat or \(7,\), got"
+        with pytest.raises(ValueError, match=message):
             layer(z)
 
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_the_input_under_its_own_name(patched: bool) -> None:
-    linear, conv, norm = (
-        PatchedLinear(nn.Linear(K, N)),
-        PatchedLinear(Conv1D(N, K)),
-        patched_norm("llama"),
-    )
+    linear, conv = PatchedLinear(nn.Linear(K, N)), PatchedLinear(Conv1D(N, K))
+    norm = patched_norm("llama")
     z = torch.randn(2, 3, K)
     if patched:
         for layer in (linear, conv):
@@ -301,10 +291,8 @@ def test_a_scale_that_does_not_fit() -> None:
     layer = patched_norm("llama")
     for shape in ((K + 1,), (4, 1, K), (3, K), (3, 2, K)):
         layer.set_patch(torch.ones(shape))
-        with pytest.raises(
-            ValueError,
-            match=r"expected new_scale \(n,\) or one for each row of x \(2, 3, 12\), got",
-        ):
+        message = r"expected new_scale \(n,\) or one for each row of x \(2, 3, 12\), got"
+        with pytest.raises(ValueError, match=message):
             layer(torch.ones(2, 3, K))
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from support.models import build, shallow, tokens
+from support.random_models import build, shallow, tokens
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as TABLE
 from transformers.models.bloom import modeling_bloom
 
@@ -15,12 +15,7 @@ from icl_patch.recording.residual_sum import ResidualSum
 
 
 def state() -> tuple:
-    return (
-        dict(TABLE._local_mapping),
-        TABLE["sdpa"],
-        TABLE["eager"],
-        modeling_bloom.build_alibi_tensor,
-    )
+    return {name: TABLE[name] for name in TABLE}, modeling_bloom.build_alibi_tensor
 
 
 def nothing_hidden(rows: int, width: int) -> Visibility:

@@ -31,10 +31,8 @@ def test_each_time_the_forward_before_comes_back() -> None:
 
 def test_other_threads_run_the_forward_that_was_there_when_it_was_entered() -> None:
     module = nn.Identity()
-    inner, outer = (
-        ForwardOverrides([(module, doubled)]),
-        ForwardOverrides([(module, lambda x: 3 * x)]),
-    )
+    inner = ForwardOverrides([(module, doubled)])
+    outer = ForwardOverrides([(module, lambda x: 3 * x)])
     with ThreadPoolExecutor(1) as other:
         with outer, inner:
             assert torch.equal(module(X), 2 * X)

@@ -208,11 +208,7 @@ REFUSED = {
         {"question": "q", "context": " ", "chat": True},
         "expected a context that the chat template writes, got ' '",
     ),
-    "a list of texts": (
-        SMOLLM2,
-        {"question": ["q", "r"], "system": "a"},
-        "messages with a role and",
-    ),
+    "a list of texts": (SMOLLM2, {"question": ["q", "r"], "system": "a"}, "with a role and"),
     "the assistant last": (SMOLLM2, {"question": TURNS[:2], "system": "a"}, "the last of the user"),
     "a system message among them": (
         SMOLLM2,

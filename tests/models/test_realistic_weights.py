@@ -6,12 +6,13 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from support.models import shallow
+from support.patchers import refuses
+from support.random_models import of_the_zoo, shallow
 from support.realistic_weights import OVERFLOWING, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from icl_patch import ContextPatcher, UnsupportedModelError
+from icl_patch import ContextPatcher
 from icl_patch.evaluation import tiny_models
 from icl_patch.models.block_detection import blocks_of
 
@@ -19,13 +20,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of each kind of writer, a Conv1D, a multiplier, a fused gate, experts, norms behind experts and
 # after the sum, no MLP. The others run with the stress tests.
 FAMILIES = ("llama", "gemma3", "gpt2", "granitemoe", "phi3", "gemma4-moe", "opt-post-norm", "mamba")
-families = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[] if family in FAMILIES else [pytest.mark.stress])
-        for family in tiny_models.SUPPORTED
-    ],
-)
+OTHERS = [name for name in tiny_models.SUPPORTED if name not in FAMILIES]
+families = pytest.mark.parametrize("family", of_the_zoo(tiny_models.SUPPORTED, stress=OTHERS))
 
 
 @families
@@ -56,8 +52,5 @@ def test_numbers_beyond_the_range_of_fp16_are_refused_where_they_begin(family: s
     model, features = build(family, 0, torch.float16, OVERFLOWING)
     assert features.block is not None
     place = features.block.path.replace(".", r"\.")
-    with pytest.raises(
-        UnsupportedModelError, match=rf"^{place}\S* has outputs that float16 cannot"
-    ):
-        ContextPatcher(model)
+    refuses(model, rf"^{place}\S* has outputs that float16 cannot")
     ContextPatcher(build(family, 0, torch.bfloat16, OVERFLOWING)[0]).detach()

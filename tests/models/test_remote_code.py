@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.dynamic_module_utils
-from support.models import tokens
 from support.numeric import noise_limit
+from support.patchers import refuses, updates
+from support.random_models import tokens
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from icl_patch import ContextPatcher, UnsupportedModelError
+from icl_patch import ContextPatcher
 from icl_patch.evaluation.tiny_models import randomise
 
 SOURCES = Path(__file__).parent.parent / "support" / "remote_model"
@@ -49,7 +50,7 @@ def load(folder: Path, *, masks: bool) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(home, trust_remote_code=True).eval()
 
 
-@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+@updates
 @torch.no_grad()
 def test_remote_code(update: str, folder: Path) -> None:
     model = load(folder, masks=True)
@@ -67,6 +68,4 @@ def test_remote_code(update: str, folder: Path) -> None:
 
 
 def test_remote_code_with_masks_of_its_own_is_refused(folder: Path) -> None:
-    model = load(folder, masks=False)
-    with pytest.raises(UnsupportedModelError, match="its attention does not take the mask"):
-        ContextPatcher(model)
+    refuses(load(folder, masks=False), "its attention does not take the mask")

@@ -37,15 +37,8 @@ pytestmark = pytest.mark.skipif(
 
 def results(compiler: list[str], run: list[str], folder: Path) -> dict[str, bytes]:
     """What the driver writes when it is built by a compiler and run by a command."""
-    flags = [
-        "-std=c++17",
-        "-O1",
-        f"-I{ROOT / 'csrc'}",
-        "-DICL_PATCH_ISA=portable",
-        "-w",
-        "-Wno-psabi",
-    ]
-    flags += ["-fno-math-errno", "-fno-trapping-math"]
+    flags = ["-std=c++17", "-O1", "-w", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math"]
+    flags += [f"-I{ROOT / 'csrc'}", "-DICL_PATCH_ISA=portable"]
     objects = []
     for name, own in {**DRIVERS, "driver": ["-ffp-contract=off"]}.items():
         source = ROOT / "csrc/cpu" / f"{name}.cpp"
@@ -82,12 +75,13 @@ def without_nan_signs(name: str, data: bytes) -> bytes:
     """A NaN's sign and payload are the processor's own."""
     if name.rpartition("/")[2] in ("status", "evaluations"):
         return data
-    wide = name.rpartition("/")[2] in ("shift", "new_scale") or "inversion/fp64" in name
-    values = np.frombuffer(data, np.float64) if wide else None
-    if values is None:
-        narrow = ("hidden", "delta", "v", "inverse_norm2")
-        own = name.rpartition("/")[2] in narrow
-        values = np.frombuffer(data, np.float32) if own else numbers(f"{name}/", data)
+    part = name.rpartition("/")[2]
+    if part in ("shift", "new_scale") or "inversion/fp64" in name:
+        values = np.frombuffer(data, np.float64)
+    elif part in ("hidden", "delta", "v", "inverse_norm2"):
+        values = np.frombuffer(data, np.float32)
+    else:
+        values = numbers(f"{name}/", data)
     return np.where(np.isnan(values), np.array(np.nan, values.dtype), values).tobytes()
 
 

@@ -1,15 +1,12 @@
 """``expert_linear`` in the implementation that runs here; ``test_dispatch.py`` checks the rest."""
 
+import itertools
+
 import pytest
 import torch
 from support import expert_products
 from support.inversion import needs_native
-from support.numeric import (
-    every_dtype,
-    numbers_of_threads,
-    poisoned_memory,
-    same_bits,
-)
+from support.numeric import every_dtype, numbers_of_threads, poisoned_memory, same_bits
 
 from icl_patch import ops
 from icl_patch.ops import reference
@@ -36,14 +33,9 @@ def test_threads_do_not_change_a_bit() -> None:
 def test_a_slot_has_the_bits_of_the_plain_map() -> None:
     of = expert_products.case((5, 2, 3, 33, 257), torch.bfloat16, True, True)
     out = ops.expert_linear(*of[:4])
-    for (row, slot), number in zip(
-        torch.cartesian_prod(torch.arange(5), torch.arange(2)).tolist(),
-        of.expert.flatten(),
-        strict=True,
-    ):
-        alone = ops.patched_linear(
-            of.x[row, slot : slot + 1], of.weight[number], bias=of.bias[number], path="gemv"
-        )
+    for row, slot in itertools.product(range(5), range(2)):
+        own = {"weight": of.weight[of.expert[row, slot]], "bias": of.bias[of.expert[row, slot]]}
+        alone = ops.patched_linear(of.x[row, slot : slot + 1], **own, path="gemv")
         assert same_bits(out[row, slot], alone[0])
 
 

@@ -3,7 +3,7 @@ either, and its properties.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -15,14 +15,7 @@ from support.inversion import (
     needs_native,
     sweep,
 )
-from support.numeric import (
-    FLOATS,
-    ULP,
-    every_dtype,
-    normal,
-    same_bits,
-    seeded,
-)
+from support.numeric import FLOATS, ULP, every_dtype, normal, same_bits, seeded
 from support.rows import ROWS, rows_of, signs, some, uniform
 
 from icl_patch import ops
@@ -82,20 +75,14 @@ def test_fallback_gives_the_direction_of_the_missing_norm(invert: Invert) -> Non
     # Off the pole y = g m / (m² - 0.25) = 2/3.75; the rest of the norm, 4, lies along (3, -4, ·,
     # 0)/5.
     rest = (4 - (2 / 3.75) ** 2) ** 0.5
-    torch.testing.assert_close(
-        result.hidden, torch.tensor([[0.6 * rest, -0.8 * rest, 2 / 3.75, 0.0]]).double()
-    )
+    expected = torch.tensor([[0.6 * rest, -0.8 * rest, 2 / 3.75, 0.0]]).double()
+    torch.testing.assert_close(result.hidden, expected)
     assert result.status == Status.HARD
     without = invert(g, m, torch.ones(1))
     torch.testing.assert_close(without.hidden, torch.tensor([[rest, 0.0, 2 / 3.75, 0.0]]).double())
-    for useless in (
-        torch.zeros(1, 4),
-        torch.full((1, 4), torch.nan),
-        torch.tensor([[0.0, torch.inf, 0.0, 0.0]]),
-    ):
-        assert same_bits(
-            invert(g, m, torch.ones(1), fallback=useless.double()).hidden, without.hidden
-        )
+    for useless in ([0.0] * 4, [torch.nan] * 4, [0.0, torch.inf, 0.0, 0.0]):
+        other = invert(g, m, torch.ones(1), fallback=torch.tensor([useless]).double())
+        assert same_bits(other.hidden, without.hidden)
 
 
 @every_implementation
@@ -201,16 +188,15 @@ def test_wide_fp64_rows_are_inverted_like_scaled_ones(invert: Invert, power: int
         torch.testing.assert_close(scaled.shift / beta / beta, plain.shift, **few)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "g", "m", "c"),
-    [
-        (torch.float64, [1e160, 2e160], [1.0, 3.0], 1.0),
-        (torch.float64, [1.0, 2.0], [1e155, 3e155], 1.0),
-        (torch.float64, [1e300, 1e-300], [1e-300, 1e300], 1.0),
-        (torch.float32, [0.0, 200.0], [1.0, 3.0], 3e38),
-    ],
-    ids=["large-g", "large-m", "wide", "large-rms"],
-)
+OVERFLOWING = {
+    "large-g": (torch.float64, [1e160, 2e160], [1.0, 3.0], 1.0),
+    "large-m": (torch.float64, [1.0, 2.0], [1e155, 3e155], 1.0),
+    "wide": (torch.float64, [1e300, 1e-300], [1e-300, 1e300], 1.0),
+    "large-rms": (torch.float32, [0.0, 200.0], [1.0, 3.0], 3e38),
+}
+
+
+@pytest.mark.parametrize(("dtype", "g", "m", "c"), OVERFLOWING.values(), ids=OVERFLOWING)
 @every_implementation
 def test_overflow_is_not_silent(
     invert: Invert, dtype: torch.dtype, g: list[float], m: list[float], c: float
@@ -218,9 +204,7 @@ def test_overflow_is_not_silent(
     """A row whose answer is no number may have a status that says so, but not one that says all is
     well.
     """
-    result = invert(
-        torch.tensor([g], dtype=dtype), torch.tensor(m, dtype=dtype), torch.tensor([c], dtype=dtype)
-    )
+    result = invert(*(torch.tensor(x, dtype=dtype) for x in ([g], m, [c])))
     finite = all(x.isfinite().all() for x in (result.hidden, result.shift, result.new_scale))
     assert finite or result.status >= Status.NONFINITE
 
@@ -228,28 +212,21 @@ def test_overflow_is_not_silent(
 # Far more rows: pytest -m stress
 
 STRESS_SIZES = [1, 2, 3, 5, 8, 9, 16, 31, 64, 100, 171, 300]
-ROWS_OF_A_KIND = 520  # times 14 families, 4 dtypes, 12 sizes and 3 radii: 1,048,320
+LONG = [1151, 5376, 16385, 65536]
+# 520 times 14 families, 4 dtypes, 12 sizes and 3 radii: 1,048,320
+MANY = [([family], STRESS_SIZES, 520) for family in ROWS] + [(ROWS, [n], 4) for n in LONG]
 
 
-def stress(test: Callable) -> Callable:
-    return needs_native(pytest.mark.stress(test))
-
-
-@stress
-@pytest.mark.parametrize("family", ROWS)
-def test_a_million_rows(family: str) -> None:
-    for m, g, rms, eps in sweep(list(FLOATS.values()), STRESS_SIZES, [family], ROWS_OF_A_KIND):
+@needs_native
+@pytest.mark.stress
+@pytest.mark.parametrize(("families", "sizes", "rows"), MANY)
+def test_a_million_rows_and_long_ones(families: Iterable, sizes: list[int], rows: int) -> None:
+    for m, g, rms, eps in sweep(list(FLOATS.values()), sizes, families, rows):
         check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
 
 
-@stress
-@pytest.mark.parametrize("n", [1151, 5376, 16385, 65536])
-def test_long_rows(n: int) -> None:
-    for m, g, rms, eps in sweep([torch.float32, torch.bfloat16, torch.float64], [n], ROWS, 4):
-        check_rows(m, g, rms, eps, ops.invert_rmsnorm(g, m, rms, eps))
-
-
-@stress
+@needs_native
+@pytest.mark.stress
 @pytest.mark.parametrize("family", ROWS)
 def test_the_update_against_plain_torch(family: str) -> None:
     """All of it, in fp64 and in single precision; beside the hard case y is known to √ulp."""

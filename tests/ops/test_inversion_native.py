@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from support.inversion import mixed_rows, needs_native, same_rows
+from support.numeric import by_columns
 from support.processes import run_python
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -112,16 +113,11 @@ def calls() -> Iterator[tuple[Callable[..., tuple[Tensor, ...]], tuple]]:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         m, g = mixed_rows(5, 1, dtype)
         h, rms = m.flip(0), torch.ones(len(m), dtype=dtype)
-        invert, update = (
-            torch.ops.icl_patch.invert_rmsnorm.default,
-            torch.ops.icl_patch.stable_scale.default,
-        )
+        native_ops = torch.ops.icl_patch
+        invert, update = native_ops.invert_rmsnorm.default, native_ops.stable_scale.default
         yield invert, (g, m, rms)
         yield invert, (g, m[0], rms, 0.5, h)
-        yield (
-            invert,
-            (g.mT.contiguous().mT, m[:, :1].expand(m.shape), rms, 0.5, h[0].expand(m.shape)),
-        )
+        yield invert, (by_columns(g), m[:, :1].expand(m.shape), rms, 0.5, h[0].expand(m.shape))
         yield invert, (g[:0], m[0], rms[:0])
         yield update, (g, m, h)
         yield update, (g[1:], m[0].double(), h[:-1], 0.5)
@@ -180,10 +176,8 @@ def test_a_cpu_build_warns_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -> Non
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert native.serves("cpu")
-        with pytest.warns(
-            UserWarning,
-            match="for cuda tensors; the native library: it was built where there was no nvcc",
-        ):
+        message = "for cuda tensors; the native library: it was built where there was no nvcc"
+        with pytest.warns(UserWarning, match=message):
             assert not native.serves("cuda")
     finally:
         native._warn.cache_clear()

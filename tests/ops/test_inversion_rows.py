@@ -2,11 +2,10 @@
 and every size is computed whole.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from support.inversion import (
+    LAYOUTS,
     Invert,
     check_rows,
     every_implementation,
@@ -17,12 +16,9 @@ from support.inversion import (
 from support.numeric import (
     ULP,
     UNIT,
-    by_columns,
     every_dtype,
-    in_gaps,
     normal,
     numbers_of_threads,
-    poisoned,
     poisoned_memory,
     same_bits,
     seeded,
@@ -107,11 +103,8 @@ def test_a_row_does_not_see_its_batch(invert: Invert, n: int) -> None:
     batch = len(m)
     rms, eps = torch.rand(batch, generator=seeded(0)) + 0.5, 1e-6
     together = invert(g, m, rms, eps)
-    for rows in (
-        torch.arange(batch).flip(0),
-        torch.arange(13),
-        *torch.arange(0, batch, 5).split(1),
-    ):
+    every = torch.arange(batch)
+    for rows in (every.flip(0), every[:13], *every[::5].split(1)):
         assert same_rows(invert(g[rows], m[rows], rms[rows], eps), together, rows)
     one_scale = invert(g[:5], m[3], rms[:5], eps)
     assert same_rows(one_scale, invert(g[:5], m[3].expand(5, n).clone(), rms[:5], eps))
@@ -129,14 +122,6 @@ def test_a_row_does_not_see_the_threads(n: int, per_family: int) -> None:
     alone = run()
     for _ in numbers_of_threads(1, 2, 5):
         assert all(same_rows(one, other) for one, other in zip(run(), alone, strict=True))
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda x: by_columns(x) if x.dim() == 2 else x,
-    "strided": in_gaps,
-    "sliced": poisoned,
-    "negated": lambda x: torch._neg_view(-x),
-}
 
 
 @every_dtype

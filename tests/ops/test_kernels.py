@@ -93,9 +93,8 @@ def test_too_much_shared_memory_would_be_seen() -> None:
     config = Config(True, 128, 128, 128, 8, 5)
     launch = compilation.linear_launch(config, torch.bfloat16, (21504, 5376), 0, 64)
     found = compilation.resources(launch, 90)
-    assert (
-        found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {227 * 1024}"
-    )
+    most = 227 * 1024
+    assert found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {most}"
 
 
 @pytest.mark.parametrize("name", ["gemv bfloat16 N ≤ 16384", "gemm bfloat16", "gemv float32"])
@@ -135,9 +134,8 @@ def test_each_running_sum_is_a_chain_of_its_own(variant: str, capability: int) -
     """16 × 16 outputs and 256 of K are 32 matrix instructions: none is done by both warps, and a
     warp's 16 go to four sums, two of K by two of rows.
     """
-    ptx = compilation.compile_ahead(
-        EVERYTHING[f"untuned: gemv bfloat16 N ≤ 1728, {variant}"], capability
-    ).asm["ptx"]
+    launch = EVERYTHING[f"untuned: gemv bfloat16 N ≤ 1728, {variant}"]
+    ptx = compilation.compile_ahead(launch, capability).asm["ptx"]
     sums = re.findall(r"mma\.sync\.aligned\.m16n8k16\S+ (\{.*?\}),", ptx)
     streams = 2 if variant == "recording" else 1
     assert (len(sums), len(set(sums))) == (16 * streams, 4 * streams)
@@ -161,10 +159,8 @@ def test_an_early_launch_waits_before_it_reads(variant: str) -> None:
         order = re.findall(
             r"griddepcontrol\.\w+|prefetch\.global|cp\.async\.c\w|ld\.global", compiled.asm["ptx"]
         )
-        before = ["prefetch.global"] * 5 + [
-            "griddepcontrol.wait",
-            "griddepcontrol.launch_dependents",
-        ]
+        before = ["prefetch.global"] * 5
+        before += ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
         if capability < 90:
             assert not {*before} & {*order}
         else:
@@ -185,19 +181,18 @@ def test_every_shape_has_a_configuration() -> None:
 
 def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None:
     """And fits GPUs with less shared memory than those it is compiled for."""
+    variants = (", rank 4, 4 rows", ", rank 1, 16 rows", ", recording")
     for name, launch in EVERYTHING.items():
-        if name.startswith("untuned") and name.endswith(
-            (", rank 4, 4 rows", ", rank 1, 16 rows", ", recording")
-        ):
+        if name.startswith("untuned") and name.endswith(variants):
             assert compilation.compile_ahead(launch, 90).metadata.shared <= 99 * 1024
     text = (Path(kernels.__file__).parent / "configs" / "untuned.json").read_text(encoding="utf-8")
     assert "Not measured" in text
 
 
 def test_a_gpu_never_seen_gets_the_default() -> None:
-    assert config_for("NVIDIA Nothing 9000", torch.bfloat16, 100, "gemv") == config_for(
-        "", torch.bfloat16, 100, "gemv"
-    )
+    names = ("NVIDIA Nothing 9000", "")
+    unknown, default = (config_for(name, torch.bfloat16, 100, "gemv") for name in names)
+    assert unknown == default
     assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
 
 
@@ -246,22 +241,19 @@ class Compiled:
 
 
 def seen_by_the_compiler(x: object) -> object:
-    return (
-        (x.dtype, x.device, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else (type(x), x)
-    )
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.device, x.data_ptr() % 16 == 0
+    return type(x), x
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How the kernels are run, every one a stand-in."""
     seen: list[str] = []
-    for module, name in {
-        "coefficients": "_coefficient_kernel",
-        "experts": "_expert_kernel",
-        "linear": "_linear_kernel",
-        "norms": "_norm_pair_kernel",
-    }.items():
-        monkeypatch.setattr(sys.modules[f"icl_patch.kernels.ops.{module}"], name, Kernel(seen))
+    names = {"coefficients": "coefficient", "experts": "expert", "norms": "norm_pair"}
+    for module, name in {"linear": "linear", **names}.items():
+        module = sys.modules[f"icl_patch.kernels.ops.{module}"]
+        monkeypatch.setattr(module, f"_{name}_kernel", Kernel(seen))
     monkeypatch.setattr(launching, "INTERPRETED", True)
     monkeypatch.setattr(launching, "_launches", {})
     return seen
@@ -308,13 +300,11 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
 def tensors_of(
     sizes: dict[str, tuple], dtype: torch.dtype = B16, rows: int = M
 ) -> dict[str, torch.Tensor]:
-    rows_of = {M: rows, 2 * M: 2 * rows}
-    return {
-        name: torch.ones(
-            rows_of.get(size[0], size[0]), *size[1:], dtype=OTHER_DTYPES.get(name, dtype)
-        )
-        for name, size in sizes.items()
-    }
+    rows_of, made = {M: rows, 2 * M: 2 * rows}, {}
+    for name, (first, *rest) in sizes.items():
+        dtype_of = OTHER_DTYPES.get(name, dtype)
+        made[name] = torch.ones(rows_of.get(first, first), *rest, dtype=dtype_of)
+    return made
 
 
 def in_gaps(x: torch.Tensor) -> torch.Tensor:
@@ -335,16 +325,10 @@ def test_a_second_call_goes_to_the_compiled_kernel(name: str, runs: list[str]) -
     op, sizes, options, others, count = OPS[name]
     base = tensors_of(sizes)
     different = [(base, options | other) for other in others]
-    different += [
-        (tensors_of(sizes, torch.float16), options),
-        (tensors_of(sizes, rows=M - 1), options),
-    ]
-    for moved in (off_by_one, in_gaps):
-        different += [
-            (base | {key: moved(base[key])}, options)
-            for key in base
-            if key != "coeff" or moved is off_by_one
-        ]
+    changed = [tensors_of(sizes, torch.float16), tensors_of(sizes, rows=M - 1)]
+    changed += [base | {key: off_by_one(x)} for key, x in base.items()]
+    changed += [base | {key: in_gaps(x)} for key, x in base.items() if key != "coeff"]
+    different += [(tensors, options) for tensors in changed]
     for tensors, chosen in [(base, options), *different]:
         op(**tensors, **chosen)
         assert len(runs) == count

@@ -117,10 +117,8 @@ def test_the_low_rank_term_alone(kind: str, dtype: torch.dtype) -> None:
         term, size = of.expected()
         assert out.dtype == dtype
         want = spread.double() + term
-        assert (
-            (out.double() - want).abs()
-            <= 1.01 * UNIT[dtype] * want.abs() + 16 * UNIT[torch.float32] * (size + spread.abs())
-        ).all()
+        rounding = 16 * UNIT[torch.float32] * (size + spread.abs())
+        assert ((out.double() - want).abs() <= 1.01 * UNIT[dtype] * want.abs() + rounding).all()
 
 
 @every_narrow
@@ -177,13 +175,8 @@ POOLED = {"u": torch.ones(3, 1, 7), "v": torch.ones(3, 1, 5)}
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
-    good = {
-        "z": torch.ones(3, 5),
-        "weight": torch.ones(7, 5),
-        "u": torch.ones(3, 7),
-        "v": torch.ones(3, 5),
-        "bias": torch.ones(7),
-    }
+    sizes = {"z": (3, 5), "weight": (7, 5), "u": (3, 7), "v": (3, 5), "bias": (7,)}
+    good = {name: torch.ones(size) for name, size in sizes.items()}
     torch.ops.icl_patch.patched_linear(**good)
     with pytest.raises(RuntimeError) as raised:
         torch.ops.icl_patch.patched_linear(**good | changes)

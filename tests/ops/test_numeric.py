@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from support.models import case
 from support.numeric import replay_limit
+from support.random_models import case
 from torch import Tensor
 
 from icl_patch import ContextPatcher, metrics

@@ -64,9 +64,8 @@ SIZES = list(itertools.product((0, 1, 3, 17), (1, 63, 100), (1, 63, 100)))
 def test_patched_linear(dtype: torch.dtype, layout: str, own_factors: bool) -> None:
     for seed, sizes in enumerate(SIZES):
         rank = 1 + seed % 4
-        case = linear_case(
-            layout, sizes, rank, dtype, dtype if own_factors else torch.float32, seed % 3 > 0, seed
-        )
+        factor_dtype = dtype if own_factors else torch.float32
+        case = linear_case(layout, sizes, rank, dtype, factor_dtype, seed % 3 > 0, seed)
         for out_dtype in (dtype, list(FLOATS.values())[seed % 4]):
             out = ops.patched_linear(**case.arguments, out_dtype=out_dtype)
             check_linear(case, out, out_dtype)
@@ -78,9 +77,8 @@ def test_patched_linear_strides(dtype: torch.dtype, layout: str) -> None:
     case = linear_case(layout, (7, 63, 100), 3, dtype)
 
     for stride in (by_columns, in_gaps):
-        strided = replace(
-            case, **{name: stride(getattr(case, name)) for name in ("z", "weight", "u", "v")}
-        )
+        changed = {name: stride(getattr(case, name)) for name in ("z", "weight", "u", "v")}
+        strided = replace(case, **changed)
         assert not strided.z.is_contiguous()
         assert not strided.weight.is_contiguous()
         check_linear(strided, ops.patched_linear(**strided.arguments), dtype)
@@ -101,18 +99,14 @@ def test_patched_linear_is_add_low_rank_on_the_plain_map(
     """
     wide = torch.promote_types(dtype, torch.float32)
     for seed, sizes in enumerate(SIZES):
-        case = linear_case(
-            layout, sizes, 1 + seed % 4, dtype, factor_dtype, bias=seed % 2 > 0, seed=seed
-        )
+        options = {"bias": seed % 2 > 0, "seed": seed}
+        case = linear_case(layout, sizes, 1 + seed % 4, dtype, factor_dtype, **options)
+        factors = {"u": case.u, "v": case.v, "index": case.index}
         for out_dtype in (dtype, torch.float64):
             out = ops.patched_linear(**case.arguments, out_dtype=out_dtype)
             plain = plain_map(case, wide)
-            assert same_bits(
-                out,
-                ops.add_low_rank(
-                    plain, case.z, case.u, case.v, index=case.index, out_dtype=out_dtype
-                ),
-            )
+            added = ops.add_low_rank(plain, case.z, **factors, out_dtype=out_dtype)
+            assert same_bits(out, added)
             if out.numel() > 100:
                 assert not torch.equal(out, plain.to(out_dtype))
 

@@ -15,6 +15,7 @@ from support.numeric import (
     same_bits,
     seeded,
 )
+from support.rows import uniform
 from torch import Tensor
 
 from icl_patch import ops
@@ -35,9 +36,7 @@ def test_row_ops(dtype: torch.dtype) -> None:
 @every_activation
 def test_the_activation_to_two_units_in_the_last_place(activation: str) -> None:
     for size in (0.1, 1, 5, 30, 120, 1e4, 1e30):
-        gate = (
-            size * (2 * torch.rand(4, 1 << 15, generator=seeded(0), dtype=torch.float64) - 1)
-        ).float()
+        gate = uniform(seeded(0), -size, size, 4, 1 << 15).float()
         y = ops.gated_product(gate, torch.ones_like(gate), activation).double()
         expected = row_ops.activation_by_formula(gate.double(), activation)
         spacing = torch.exp2(torch.floor(torch.log2(expected.abs().clamp(min=2.0**-126))) - 23)
@@ -58,14 +57,12 @@ def test_the_product_rounds_where_the_modules_do(dtype: torch.dtype, activation:
 def test_the_norm_rounds_where_the_modules_do(dtype: torch.dtype) -> None:
     x, scale = (normal(seeded(s), 5, 777, dtype=dtype) for s in range(2))
     normed = ops.rms_norm(x.float(), torch.ones(777), 1e-5)
-    assert same_bits(
-        ops.rms_norm(x, scale, 1e-5), (normed.to(dtype).float() * scale.float()).to(dtype)
-    )
+    first = (normed.to(dtype).float() * scale.float()).to(dtype)
+    assert same_bits(ops.rms_norm(x, scale, 1e-5), first)
     last = ops.rms_norm(x, scale, 1e-5, scale_offset=1.0, cast_first=False)
     assert same_bits(last, (normed * (scale.float() + 1)).to(dtype))
-    assert dtype == torch.float32 or not same_bits(
-        last, ops.rms_norm(x, scale, 1e-5, scale_offset=1.0)
-    )
+    other = ops.rms_norm(x, scale, 1e-5, scale_offset=1.0)
+    assert dtype == torch.float32 or not same_bits(last, other)
 
 
 @needs_native
@@ -80,7 +77,5 @@ def test_threads_do_not_change_a_bit() -> None:
     alone = run()
     for _ in numbers_of_threads(2, 3):
         assert all(same_bits(one, other) for one, other in zip(run(), alone, strict=True))
-    for row in range(7):
-        assert same_bits(
-            ops.gated_product(x[row : row + 1], up[row : row + 1], "silu"), alone[0][row : row + 1]
-        )
+    for row in zip(x.split(1), up.split(1), alone[0].split(1), strict=True):
+        assert same_bits(ops.gated_product(*row[:2], "silu"), row[2])

@@ -127,20 +127,17 @@ def test_kernels_are_not_importable_under_the_name_of_another_package() -> None:
 
 def test_one_version_everywhere(wheel: Path) -> None:
     assert wheel.name.startswith(f"icl_patch-{icl_patch.__version__}-")
-    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {icl_patch.__version__}\n" in citation
-    assert f"## [{icl_patch.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text(
-        encoding="utf-8"
-    )
+    lines = {"CITATION.cff": "version: {}\n", "CHANGELOG.md": "## [{}]"}
+    for name, line in lines.items():
+        text = (REPOSITORY / name).read_text(encoding="utf-8")
+        assert f"\n{line.format(icl_patch.__version__)}" in text
 
 
 def test_dependencies_are_the_ones_that_are_imported() -> None:
     """Nothing that is imported comes only by way of another package."""
-    nodes = [
-        node
-        for file in (REPOSITORY / "icl_patch").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    ]
+    files = (REPOSITORY / "icl_patch").rglob("*.py")
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
     imported = {name.split(".")[0] for name in names} - {"icl_patch"} - sys.stdlib_module_names

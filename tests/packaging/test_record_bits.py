@@ -1,5 +1,6 @@
 """Records of bits: what differs is found and named, however small, and nothing else is."""
 
+import itertools
 from pathlib import Path
 
 import compare_bits
@@ -48,12 +49,9 @@ def test_a_flipped_bit_of_a_weight_is_found_behind_it(monkeypatch: pytest.Monkey
     assert differences(before, recorded(False)) == []
     lines = differences(before, recorded(True))
     differing = {line.removeprefix("differs: m/") for line in lines}
-    expected = {
-        f"{update}/{case}/{entry}"
-        for update in ("stable", "exact")
-        for case in ("context", "prefix")
-        for entry in ("logits", "replay", "factors/layers.1.mlp.up_proj.u")
-    }
+    factor = "factors/layers.1.mlp.up_proj.u"
+    parts = (("stable", "exact"), ("context", "prefix"), ("logits", "replay", factor))
+    expected = {"/".join(names) for names in itertools.product(*parts)}
     expected.add("exact/generate/two_pass/3/logits")
     for mode in ("two_stream", "shared_cache", "auto"):
         expected |= {f"stable/generate/{mode}/{entry}" for entry in ("0/logits", "3/logits")}

@@ -16,13 +16,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PAPERS = REPOSITORY / "docs" / "papers"
-PUBLIC = (
-    "icl_patch",
-    "icl_patch.ops",
-    "icl_patch.static",
-    "icl_patch.scale",
-    "icl_patch.evaluation.embedded",
-)
+PUBLIC = ("icl_patch", "icl_patch.ops", "icl_patch.static", "icl_patch.scale")
+PUBLIC += ("icl_patch.evaluation.embedded",)
 
 
 def rows() -> list[dict[str, str]]:
@@ -106,12 +101,10 @@ def public() -> Iterator[tuple[str, Any]]:
             if not (inspect.isclass(value) or inspect.isroutine(value)):
                 continue
             yield f"{module}.{name}", value
-            if inspect.isclass(value):
-                for member, method in vars(value).items():
-                    if not member.startswith("_") and (
-                        inspect.isroutine(method) or isinstance(method, property)
-                    ):
-                        yield f"{module}.{name}.{member}", method
+            for member, method in vars(value).items() if inspect.isclass(value) else ():
+                has_docstring = inspect.isroutine(method) or isinstance(method, property)
+                if has_docstring and not member.startswith("_"):
+                    yield f"{module}.{name}.{member}", method
 
 
 def test_every_public_name_has_a_docstring_whose_links_lead_somewhere() -> None:

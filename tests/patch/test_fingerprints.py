@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import build, shallow, tokens
 from support.patchers import IDS, KEPT, works
+from support.random_models import build, shallow, tokens
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import case, two_layers
 from support.numeric import noise_limit
+from support.random_models import case, two_layers
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics
@@ -79,9 +79,8 @@ def test_factors_that_are_not_finite_are_not_saved(patch_of: Callable, tmp_path:
     layer = {name: factor.clone() for name, factor in patch.layers[1].items()}
     layer["mlp.down_proj.u"][2, 1, 7] = math.nan
     broken = dataclasses.replace(patch, layers=(patch.layers[0], layer))
-    with pytest.raises(
-        PatchFormatError, match=r"layers\.1\.mlp\.down_proj\.u at row, token \[2, 1\]"
-    ):
+    message = r"layers\.1\.mlp\.down_proj\.u at row, token \[2, 1\]"
+    with pytest.raises(PatchFormatError, match=message):
         broken.save(tmp_path / "p.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -114,10 +113,8 @@ def test_a_patch_of_another_tokenizer_is_refused(patch_of: Callable, tmp_path: P
     patch.save(tmp_path / "p")
     with pytest.raises(FingerprintMismatch, match="tokenizer"):
         ContextPatch.load(tmp_path / "p", tokenizer=other)
-    with (
-        ContextPatcher(two_layers("gemma3"), tokenizer=other) as patcher,
-        pytest.raises(FingerprintMismatch, match="tokenizer"),
-    ):
+    refusal = pytest.raises(FingerprintMismatch, match="tokenizer")
+    with ContextPatcher(two_layers("gemma3"), tokenizer=other) as patcher, refusal:
         patcher.forward(patch.kept_ids, patch, kept_mask=patch.kept_mask)
 
 
@@ -179,9 +176,7 @@ def test_size(family: str, update: str, patch_of: Callable) -> None:
     patch = patch_of(family, update).select(rows=slice(1), tokens=slice(1))
     limit = 4 * (3 * INNER + 4 * HIDDEN) * (2 if update == "exact" else 1)
     assert 0 < patch.nbytes <= 2 * limit
-    assert patch.nbytes == sum(
-        x.numel() * x.element_size() for y in patch.layers for x in y.values()
-    )
+    assert patch.nbytes == sum(x.nbytes for layer in patch.layers for x in layer.values())
     whole = patch_of(family, update)
     storages = [x.untyped_storage() for layer in whole.layers for x in layer.values()]
     sizes = {x.data_ptr(): x.nbytes() for x in storages}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.models import case, two_layers
 from support.patch_files import read, refuses, write
+from support.random_models import case, two_layers
 from torch import Tensor
 
 from icl_patch import ContextPatch, ContextPatcher, PatchFormatError

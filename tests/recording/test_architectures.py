@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import models, realistic_weights
-from support.models import EXPERTS, Stock, case, case_of, shallow, tokens
+from support import random_models, realistic_weights
 from support.numeric import EPSILON, is_noise, noise_limit
 from support.patchers import Snapshot
+from support.random_models import Stock, case, case_of, of_the_zoo, shallow, tokens
 from torch import Tensor
 
 from icl_patch import ContextPatch, ContextPatcher, metrics
@@ -21,14 +21,7 @@ from icl_patch.models.block_spec import Writer
 from icl_patch.recording.sequences import assemble
 
 FP32, BF16 = torch.float32, torch.bfloat16
-# Each has a form of block that another family has too: they run with the stress tests.
-SAME_FORM = ("glm4", "olmo3", "mistral", "qwen2", "qwen3", "smollm3", "stablelm", "llama-bias")
-SAME_FORM += ("cohere", "codegen", "phi", "falcon-7b", "starcoder2", "xglm", "gpt_bigcode")
-SAME_FORM += ("mixtral", "olmoe", "cohere2_moe", "llava")
-FAMILIES = [
-    pytest.param(family, marks=[pytest.mark.stress] if family in SAME_FORM else [])
-    for family in tiny_models.SUPPORTED
-]
+FAMILIES = of_the_zoo(tiny_models.SUPPORTED)
 # All cases on one seed. The others change the random numbers and nothing else, neither the form nor
 # the masks: they run with the stress tests.
 CASES = {0: ("single", "span", "prefix", "spans"), 1: ("single", "prefix"), 2: ("span",)}
@@ -107,14 +100,14 @@ def test_exact_is_bit_identical_in_bf16(family: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "attention"), [(torch.float16, "sdpa"), (BF16, "eager")], ids=str
 )
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", random_models.FAMILIES)
 def test_exact_is_bit_identical_in_fp16_and_with_eager_attention(
     family: str, dtype: torch.dtype, attention: str
 ) -> None:
-    model = models.build(family, 3, dtype, attention=attention)
+    model = random_models.build(family, 3, dtype, attention=attention)
     stock = Stock(model)
     with ContextPatcher(model) as patcher:
-        for name in models.CASES:
+        for name in random_models.CASES:
             check_exact(patcher, stock, case(name, 3))
 
 
@@ -145,13 +138,11 @@ def check_inside(activations: object, wanted: object, mask: Tensor, dtype: torch
     """
     for name, y_ctx in wanted.readers.items():
         if y_ctx.shape[-1] > 1:  # one number may be near 0, where nothing is large beside it
-            assert (
-                metrics.linf(activations.readers[name], y_ctx)[mask].max() <= 8 * EPSILON[dtype]
-            ), name
+            off = metrics.linf(activations.readers[name], y_ctx)[mask].max()
+            assert off <= 8 * EPSILON[dtype], name
     if wanted.experts is not None:
-        assert torch.equal(
-            activations.experts[1][mask].sort(-1).values, wanted.experts[1][mask].sort(-1).values
-        )
+        chosen = (x.experts[1][mask].sort(-1).values for x in (activations, wanted))
+        assert torch.equal(*chosen)
 
 
 def test_a_materialised_token_in_a_stock_model(attached: Attached, tmp_path: Path) -> None:
@@ -163,11 +154,8 @@ def test_a_materialised_token_in_a_stock_model(attached: Attached, tmp_path: Pat
     patch = attached.updating("stable").compute(context, kept)
     patch.save(tmp_path / "patch.safetensors")
     fresh = shallow(attached.family, attached.seed)
-    position = (
-        {"position_ids": patch.position_ids}
-        if "position_ids" in inspect.signature(type(fresh).forward).parameters
-        else {}
-    )
+    takes = inspect.signature(type(fresh).forward).parameters
+    position = {"position_ids": patch.position_ids} if "position_ids" in takes else {}
     with torch.no_grad():
         bare = fresh(kept, **position).logits[:, -1]
         parameters = dict(fresh.named_parameters())
@@ -179,25 +167,3 @@ def test_a_materialised_token_in_a_stock_model(attached: Attached, tmp_path: Pat
     assert metrics.linf(patched, reference).max() <= limit
     # the context is not beside the point
     assert metrics.linf(bare, reference).max() > max(0.02, limit)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[pytest.mark.stress] if family in SAME_FORM else [])
-        for family in EXPERTS
-        if "parallel" not in tiny_models.SUPPORTED[family].note
-    ],
-)
-def test_an_unpatched_router_chooses_other_experts(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What identical choices are worth: without the routers' part of the patch many are others."""
-    model, arguments = shallow(family, 0), case("span", 0)
-    with ContextPatcher(model, "exact") as patcher:
-        assert not patcher.compute(**arguments).report.experts_changed.any()
-        monkeypatch.setattr(
-            "icl_patch.recording.updates.reader_update", lambda y_ctx, y: torch.zeros_like(y)
-        )
-        report = patcher.compute(**arguments).report
-    assert (report.experts_changed > 0).sum() > 3

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, tokens
 from support.patchers import IDS, KEPT, Snapshot, plain_logits, works
+from support.random_models import build, tokens
 from torch import nn
 
 import icl_patch
@@ -91,9 +91,8 @@ def test_detach_whoever_attached(family: str) -> None:
     before.check(model)
     assert not patcher.attached
     for call in (lambda: next(steps), lambda: patcher.forward(KEPT, patch)):
-        with pytest.raises(
-            ValueError, match="expected an attached patcher, this one has been detached"
-        ):
+        message = "expected an attached patcher, this one has been detached"
+        with pytest.raises(ValueError, match=message):
             call()
     with ContextPatcher(model) as other:
         patcher.detach()  # it has been: the other one stays

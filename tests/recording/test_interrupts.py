@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, shallow, tokens
 from support.patchers import Snapshot
+from support.random_models import build, shallow, tokens
 
 from icl_patch import ContextPatcher
 
@@ -88,9 +88,7 @@ def test_a_hook_that_calls_the_patcher_in_its_own_pass_is_told(call: str) -> Non
         def hook(*_: object) -> None:
             calls[call]()
 
-        with (
-            model.model.layers[0].register_forward_hook(hook),
-            pytest.raises(ValueError, match="outside of the patcher's own passes"),
-        ):
+        refusal = pytest.raises(ValueError, match="outside of the patcher's own passes")
+        with model.model.layers[0].register_forward_hook(hook), refusal:
             patcher.forward(kept, patch)
         assert torch.equal(patcher.forward(kept, patch), expected)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, tokens
 from support.offload import ROOM, WAYS, imported_accelerate, offload, results
 from support.processes import run_python
+from support.random_models import build, tokens
 from support.static import random_examples, random_patch
 from torch import Tensor
 

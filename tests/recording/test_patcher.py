@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, case, tokens
 from support.patchers import Snapshot, families, plain_logits, updates, works
+from support.random_models import build, case, tokens, two_layers
 from support.storages import largest_of
 from torch import Tensor, nn
 
@@ -167,19 +167,14 @@ def test_detach_leaves_alone_what_was_replaced_meanwhile(what: str) -> None:
         for warning in caught
     )
     after = dict(model.named_modules())
-    assert not any(
-        isinstance(module, PatchedModule) for module in [*after.values(), *mlp.modules()]
-    )
+    modules = [*after.values(), *mlp.modules()]
+    assert not any(isinstance(module, PatchedModule) for module in modules)
     assert mine in after.values()
-    kept = (
-        before.keys()
-        - gone
-        - {name for name in before if what == "an MLP" and name.startswith("model.layers.1.mlp")}
-    )
-    assert all(after[name] is before[name] for name in kept)
-    assert [mlp.gate_proj, mlp.up_proj] == [
-        before[f"model.layers.1.mlp.{part}_proj"] for part in ("gate", "up")
-    ]
+    if what == "an MLP":
+        gone |= {name for name in before if name.startswith("model.layers.1.mlp")}
+    assert all(after[name] is before[name] for name in before.keys() - gone)
+    own = [before[f"model.layers.1.mlp.{part}_proj"] for part in ("gate", "up")]
+    assert [mlp.gate_proj, mlp.up_proj] == own
     if isinstance(mine, Doubled):
         assert mine.inner is before["model.layers.1.mlp.down_proj"]
     patcher.detach()
@@ -209,20 +204,13 @@ def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
     kept_mask = torch.tensor([[True, False], [True, True]])
     spans = [(6, 7), (3, 5)]  # in any order
     with ContextPatcher(build(family), update) as patcher:
-        masks = {"context_mask": context_mask, "prefix_mask": prefix_mask, "kept_mask": kept_mask}
-        patch = patcher.compute(context, kept, prefix_ids=prefix, absorbed=spans, **masks)
+        inputs = {"context_ids": context, "kept_ids": kept, "prefix_ids": prefix}
+        inputs |= {"context_mask": context_mask, "prefix_mask": prefix_mask}
+        inputs |= {"kept_mask": kept_mask, "absorbed": spans}
+        patch = patcher.compute(**inputs)
         with pytest.raises(TypeError, match="unexpected keyword argument 'prefix_ids'"):
             patcher.forward(patch.kept_ids, patch, prefix_ids=prefix)
-        works(
-            patcher,
-            {
-                "context_ids": context,
-                "kept_ids": kept,
-                "prefix_ids": prefix,
-                "absorbed": spans,
-                **masks,
-            },
-        )
+        works(patcher, inputs)
     columns = [5, 7]
     assert torch.equal(patch.kept_ids, torch.cat([context[:, columns], kept], 1))
     assert patch.kept_mask.tolist() == [[True, True, True, False], [True] * 4]
@@ -232,13 +220,8 @@ def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
     assert patch.prefix_ids[1][patch.prefix_mask[1]].tolist() == second
     # left-padded
     assert torch.equal(patch.prefix_mask, torch.tensor([[True] * 5, [False] + [True] * 4]))
-    assert [
-        positions[mask].tolist()
-        for positions, mask in zip(patch.prefix_positions, patch.prefix_mask, strict=True)
-    ] == [
-        [0, 1, 2, 3, 4],
-        [0, 1, 2, 3],
-    ]
+    rows = zip(patch.prefix_positions, patch.prefix_mask, strict=True)
+    assert [x[mask].tolist() for x, mask in rows] == [[0, 1, 2, 3, 4], [0, 1, 2, 3]]
     # 5 tokens, 2 absorbed, then columns 5 and 7 around an absorbed one; the second row has one
     # prefix token less
     assert patch.position_ids[0][patch.kept_mask[0]].tolist() == [7, 9, 10]
@@ -248,30 +231,15 @@ def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
         assert not layer["mlp.gate_proj.u"][0, 3].any()  # padding has no patch
 
 
-ROOMY = {
-    "gemma3": {
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-    },
-    "llama": {"num_hidden_layers": 2},
-}
 ROOMY_SMALLEST = 64 * 128
 
 
 def bucketed_capacity(family: str) -> nn.Module:
     """Matrices with more than four times as many elements as the activations of a few tokens."""
-    model = build(family, 0, hidden_size=64, intermediate_size=128, **ROOMY[family])
-    patched = ("gate_proj", "up_proj", "down_proj")
-    assert (
-        min(
-            p.numel()
-            for name, p in model.named_parameters()
-            if any(part in name for part in patched)
-        )
-        == ROOMY_SMALLEST
-    )
+    changes: dict = {"head_dim": 16} if family == "gemma3" else {}
+    model = two_layers(family, hidden_size=64, intermediate_size=128, **changes)
+    sizes = [p.numel() for name, p in model.named_parameters() if ".mlp." in name]
+    assert min(sizes) == ROOMY_SMALLEST
     return model
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support import realistic_weights
-from support.models import Stock, case_of, ragged, tokens
 from support.numeric import noise_limit
 from support.patchers import UPDATES
+from support.random_models import Stock, case_of, ragged, tokens
 from support.static import random_examples
 from torch import Tensor
 
@@ -58,10 +58,8 @@ def test_every_update_and_decode_step_replays(family: str, dtype: torch.dtype) -
                     assert off <= limit, (update, name)
         ids, mask = tokens(3, 3, 11), ragged(3, 11, side="left")
         prompt = {"context_ids": ids} | ({} if is_recurrent(model) else {"context_mask": mask})
-        steps = patcher.generate(
-            **features.mark(prompt), max_new_tokens=3, eos_token_id=None, do_sample=False
-        )
-        for step in steps:
+        greedy = {"max_new_tokens": 3, "eos_token_id": None, "do_sample": False}
+        for step in patcher.generate(**features.mark(prompt), **greedy):
             assert not step.patch.report.misses.any()
             assert torch.equal(patcher.forward(step.patch.kept_ids, step.patch)[:, -1], step.logits)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import build
+from support.random_models import build
 from torch import Tensor
 
 from icl_patch import ContextPatcher

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.hammering import CONTEXT, KEPT, hammer, jobs_of, near
-from support.models import build, shallow, tokens, two_layers
 from support.patchers import Snapshot, works
+from support.random_models import build, shallow, tokens, two_layers
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher
@@ -95,9 +95,8 @@ def test_what_another_thread_does_in_the_middle_of_a_pass(
     with ContextPatcher(model, update) as patcher, torch.no_grad():
         jobs = jobs_of(patcher)
         jobs["model"] = lambda: model(IDS).logits
-        jobs["generate of the model"] = lambda: model.generate(
-            IDS, max_new_tokens=2, do_sample=False
-        )
+        greedy = {"max_new_tokens": 2, "do_sample": False}
+        jobs["generate of the model"] = lambda: model.generate(IDS, **greedy)
         expected = {name: job() for name, job in jobs.items()}
         names = ("compute 0", "forward 0", "generate", "model")
         for name in names if update == "exact" else names[::3]:
@@ -107,18 +106,15 @@ def test_what_another_thread_does_in_the_middle_of_a_pass(
                 assert near(two, expected[other]), (name, other)
 
 
-@pytest.mark.parametrize(
-    ("family", "update", "calls"),
-    [
-        ("llama", "exact", 12),
-        ("gemma3", "stable", 12),
-        *(
-            pytest.param(family, update, 1000, marks=pytest.mark.stress)
-            for family in ("llama", "gemma3")
-            for update in ("exact", "stable")
-        ),
-    ],
-)
+OF_THREADS = [("llama", "exact", 12), ("gemma3", "stable", 12)]
+OF_THREADS += [
+    pytest.param(family, update, 1000, marks=pytest.mark.stress)
+    for family in ("llama", "gemma3")
+    for update in ("exact", "stable")
+]
+
+
+@pytest.mark.parametrize(("family", "update", "calls"), OF_THREADS)
 def test_two_threads_that_do_everything(family: str, update: str, calls: int) -> None:
     with ContextPatcher(two_layers(family), update) as patcher:
         assert not hammer(patcher, calls)
@@ -133,9 +129,7 @@ def test_a_model_that_keeps_a_state_in_its_modules(name: str, pool: ThreadPoolEx
         model: Any = shallow(name)
     else:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-        model = build(
-            "llama", num_hidden_layers=2, max_position_embeddings=12, rope_parameters=rope
-        )
+        model = two_layers("llama", max_position_embeddings=12, rope_parameters=rope)
     ids = tokens(3, 2, 30) % 32
     stop = Stopping()
     last = model.model.layers[-1]
@@ -186,9 +180,8 @@ def test_a_thread_that_dies_in_the_middle_blocks_nobody(
             dead.start()
             dead.join(60)
             assert not dead.is_alive()
-            assert all(
-                near(pool.submit(job).result(60), expected[other]) for other, job in jobs.items()
-            )
+            for other, job in jobs.items():
+                assert near(pool.submit(job).result(60), expected[other])
 
 
 @pytest.mark.parametrize("way", [{}, {"mode": "shared_cache"}])
@@ -268,9 +261,8 @@ def test_the_models_forward_looks_as_it_did() -> None:
     """
     model, _ = stopping_model()
     ids, signature = tokens(0, 2, 5), inspect.signature(model.forward)
-    own = model.model.forward = lambda *args, **kwargs: type(model.model).forward(
-        model.model, *args, **kwargs
-    )
+    inner = model.model
+    own = inner.forward = lambda *args, **kwargs: type(inner).forward(inner, *args, **kwargs)
     expected, before = model(ids).logits, Snapshot(model)
     with ContextPatcher(model) as patcher:
         assert inspect.signature(model.forward) == signature
@@ -299,11 +291,7 @@ def test_an_attached_model_can_be_compiled() -> None:
 
 def test_copies_for_several_devices_are_refused() -> None:
     model, _ = stopping_model()
-    with (
-        ContextPatcher(model),
-        pytest.raises(
-            RuntimeError, match=r"DataParallel cannot copy patched modules: call icl_patch\.detach"
-        ),
-    ):
+    message = r"DataParallel cannot copy patched modules: call icl_patch\.detach"
+    with ContextPatcher(model), pytest.raises(RuntimeError, match=message):
         for module in model.modules():
             module._replicate_for_data_parallel()  # as torch.nn.parallel.replicate does

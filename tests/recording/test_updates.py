@@ -126,9 +126,8 @@ def test_stable_scale_is_the_papers(eps: float) -> None:
     change = stable.new_scale - scale
     # two ways to solve, and a difference of numbers as large as the largest
     close = {"rtol": 0, "atol": 2 * SOLVED * float((scale.abs() + papers.abs()).max())}
-    torch.testing.assert_close(
-        h + stable.u, h_target, rtol=0, atol=2 * SOLVED * float(h_target.abs().max())
-    )
+    near = 2 * SOLVED * float(h_target.abs().max())
+    torch.testing.assert_close(h + stable.u, h_target, rtol=0, atol=near)
     torch.testing.assert_close(change, papers, **close)
     torch.testing.assert_close(change, -mu / scale, **close)
     assert papers.abs().amin(-1).min() > 1e-8  # a comparison of zeros would prove nothing
@@ -181,16 +180,12 @@ def test_off_zero_in_a_sum_that_cancels(dtype: torch.dtype) -> None:
 def test_round_sum() -> None:
     residual = torch.tensor([4.0, 4.0, -4.0, 0.0, 4.0, 4.0, torch.inf])
     edge = 4 * 2.0**-40
-    total = torch.tensor(
-        [edge, edge * (1 - 2.0**-52), -edge / 2, 1e-30, torch.nan, torch.inf, torch.inf],
-        dtype=torch.float64,
-    )
+    rest = [1e-30, torch.nan, torch.inf, torch.inf]
+    total = torch.tensor([edge, edge * (1 - 2.0**-52), -edge / 2, *rest], dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         rounded = updates.round_sum(total, residual, dtype)
         assert rounded.dtype == dtype
-        expected = torch.tensor(
-            [edge, 0, 0, 1e-30, torch.nan, torch.inf, torch.inf], dtype=torch.float64
-        ).to(dtype)
+        expected = torch.tensor([edge, 0, 0, *rest], dtype=torch.float64).to(dtype)
         torch.testing.assert_close(rounded, expected, rtol=0, atol=0, equal_nan=True)
     x = normal(0, 1000)
     assert torch.equal(updates.round_sum(x, x, torch.bfloat16), x.bfloat16())
@@ -223,9 +218,8 @@ def test_close_hits_the_target(dtype: torch.dtype, kind: str) -> None:
         target = normal(seed + 10, 12, 64).to(dtype)
         base, gain = writer(kind, seed + 20)
         started = (target.double() - residual.double() - base.double()) / gain.double()
-        closed = updates.close(
-            target, residual, base, gain, started * (1 + 1e-3 * normal(seed + 30, 12, 64))
-        )
+        started *= 1 + 1e-3 * normal(seed + 30, 12, 64)
+        closed = updates.close(target, residual, base, gain, started)
         check_closed(closed, target, residual, base, gain)
 
 
@@ -291,11 +285,8 @@ def test_a_target_lost_in_the_residual_is_a_miss() -> None:
 
 
 def test_correction_is_the_size_of_the_change() -> None:
-    target, residual, (base, gain) = (
-        normal(0, 6, 32).bfloat16(),
-        normal(1, 6, 32).bfloat16(),
-        writer("scale", 2, 6, 32),
-    )
+    target, residual = (normal(seed, 6, 32).bfloat16() for seed in (0, 1))
+    base, gain = writer("scale", 2, 6, 32)
     exact = (target.double() - residual.double() - base) / gain.double()
     started = exact + 1e-3 * normal(4, 6, 32) / gain.double()
     started[2] = exact[2]

@@ -58,20 +58,16 @@ def test_json_rejects_and_the_exit_status(
     status, text, _ = run(capsys, "extract", *command, "--json")
     result = json.loads(text)
     assert (status, result["patches"], result["rejected"]) == (1, 6, 1)
-    assert (
-        result["plan"]["bytes"]
-        == result["plan"]["kept_tokens"] * (result["plan"]["bytes_per_token"])
-    )
+    plan = result["plan"]
+    assert plan["bytes"] == plan["kept_tokens"] * plan["bytes_per_token"]
     assert 0 < result["largest_replay_error"] < 0.1
     [line] = Path(result["rejects"]).read_text().splitlines()
     assert json.loads(line) == {"row": 6, "reason": "expected a column 'question', got 'text'"}
     assert len(list((tmp_path / "out" / "shards").iterdir())) >= 3
     assert scale.PatchDataset(tmp_path / "out").run.layers == [2, 3]
     status, text, _ = run(capsys, "extract", *command)
-    expected = (
-        f"0 patches written; rows without a patch: 1, for the reasons in {result['rejects']}\n"
-    )
-    assert (status, text) == (1, f"{tmp_path / 'out'}: {expected}")
+    without = f"rows without a patch: 1, for the reasons in {result['rejects']}\n"
+    assert (status, text) == (1, f"{tmp_path / 'out'}: 0 patches written; {without}")
     status, text, _ = run(capsys, "extract", *command, "--update", "exact", "--json")
     assert status == 2
     assert "expected patches of this run" in json.loads(text)["error"]["message"]

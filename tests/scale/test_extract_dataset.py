@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from support.data_sets import own_logits, prompts, write_json_lines
 from support.full_disk import full_disk
-from support.models import Stock, build, longrope
 from support.numeric import noise_limit, within_roundings
+from support.random_models import Stock, build, longrope
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -61,11 +61,8 @@ def extracted(
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def reasons(path: Path) -> dict[int, str]:
@@ -119,24 +116,14 @@ def test_a_whole_shard_is_bit_identical(patcher: ContextPatcher, extracted: Path
     stock = Stock(build("llama", vocab_size=VOCABULARY))
     for table, patch in scale.PatchDataset(extracted).batches():
         rows = [ROWS[number] for number in table["row"].to_pylist()]
-        context, kept = (
-            TOKENIZER(
-                [row[name] for row in rows],
-                padding=True,
-                padding_side=side,
-                add_special_tokens=name == "context",
-                return_tensors="pt",
-            )
-            for name, side in (("context", "left"), ("kept", "right"))
-        )
-        expected = stock.logits(
-            {
-                "context_ids": context.input_ids,
-                "kept_ids": kept.input_ids,
-                "context_mask": context.attention_mask.bool(),
-                "kept_mask": kept.attention_mask.bool(),
-            }
-        )
+        inputs = {}
+        for name, side in (("context", "left"), ("kept", "right")):
+            options = {"padding": True, "padding_side": side, "return_tensors": "pt"}
+            options["add_special_tokens"] = name == "context"
+            encoded = TOKENIZER([row[name] for row in rows], **options)
+            inputs[f"{name}_ids"] = encoded.input_ids
+            inputs[f"{name}_mask"] = encoded.attention_mask.bool()
+        expected = stock.logits(inputs)
         logits = patcher.forward(patch.kept_ids, patch)
         assert torch.equal(logits[patch.kept_mask], expected[patch.kept_mask])
         assert table["misses"].to_pylist() == [0] * len(rows)
@@ -152,10 +139,8 @@ def test_the_index_says_what_the_files_hold(extracted: Path) -> None:
         assert entry["kept_sha256"] == hashlib.sha256(row["kept"].encode()).hexdigest()
         assert entry["context_tokens"] == len(row["context"]) + 1  # <bos>
         assert entry["kept_tokens"] == len(row["kept"]) == patch.kept_ids.shape[1]
-        whole = ContextPatch.load(extracted / entry["file"])
-        assert torch.equal(
-            whole.kept_ids[entry["offset"]][: entry["kept_tokens"]], patch.kept_ids[0]
-        )
+        whole = ContextPatch.load(extracted / entry["file"]).kept_ids[entry["offset"]]
+        assert torch.equal(whole[: entry["kept_tokens"]], patch.kept_ids[0])
         again = patches[entry["id"]]
         assert torch.equal(again.layers[0]["readers.v"], patch.layers[0]["readers.v"])
         for token in range(entry["kept_tokens"]):
@@ -185,10 +170,8 @@ def test_statistics_are_those_of_the_matrices(family: str, dataset: Path, tmp_pa
     with ContextPatcher(model, "stable", tokenizer=TOKENIZER) as patcher:
         scale.extract_dataset(patcher, dataset, tmp_path / "s", contents=statistics, batching=alone)
         ids = [TOKENIZER(row["context"], return_tensors="pt").input_ids for row in ROWS]
-        kept = [
-            TOKENIZER(row["kept"], add_special_tokens=False, return_tensors="pt").input_ids
-            for row in ROWS
-        ]
+        alone = {"add_special_tokens": False, "return_tensors": "pt"}
+        kept = [TOKENIZER(row["kept"], **alone).input_ids for row in ROWS]
         computed = [patcher.compute(*pair) for pair in zip(ids, kept, strict=True)]
     patches = scale.PatchDataset(tmp_path / "s")
     assert list((tmp_path / "s" / "shards").iterdir()) == []
@@ -222,30 +205,25 @@ def test_rounded_factors_and_their_error(
     patcher: ContextPatcher, dataset: Path, extracted: Path, tmp_path: Path
 ) -> None:
     rounded = scale.Contents(factors_dtype=torch.bfloat16)
-    summary = scale.extract_dataset(
-        patcher, dataset, tmp_path / "bf16", contents=rounded, batching=SMALL
-    )
-    sizes = [
-        sum(path.stat().st_size for path in folder.glob("shards/*"))
-        for folder in (tmp_path / "bf16", extracted)
-    ]
+    out, options = tmp_path / "bf16", {"contents": rounded, "batching": SMALL}
+    summary = scale.extract_dataset(patcher, dataset, out, **options)
+    shards = (folder.glob("shards/*") for folder in (out, extracted))
+    sizes = [sum(path.stat().st_size for path in paths) for paths in shards]
     assert sizes[0] < 0.5 * sizes[1]
     errors = []
-    for table, patch in scale.PatchDataset(tmp_path / "bf16").batches():
+    for table, patch in scale.PatchDataset(out).batches():
         logits = patcher.forward(patch.kept_ids, patch)
         for place, entry in enumerate(table.to_pylist()):
             kept = entry["kept_tokens"]
-            expected = own_logits(
-                build("llama", vocab_size=VOCABULARY), TOKENIZER, ROWS[entry["row"]]
-            )
+            model = build("llama", vocab_size=VOCABULARY)
+            expected = own_logits(model, TOKENIZER, ROWS[entry["row"]])
             error = float(metrics.linf(logits[place, :kept], expected).max())
             # the file's own reference is the padded batch
             assert entry["replay_error"] == pytest.approx(error, abs=noise_limit(patcher.model))
             errors.append(error)
-    assert summary.largest_replay_error == pytest.approx(
-        max(errors), abs=noise_limit(patcher.model)
-    )
-    assert max(errors) > 100 * noise_limit(patcher.model)  # bf16 has 2^16 times fp32's spacing
+    limit = noise_limit(patcher.model)
+    assert summary.largest_replay_error == pytest.approx(max(errors), abs=limit)
+    assert max(errors) > 100 * limit  # bf16 has 2^16 times fp32's spacing
     dtypes = {x.dtype for layer in patch.layers for x in layer.values()}
     assert dtypes == {torch.float32}  # as it is replayed
 
@@ -254,11 +232,8 @@ def test_new_scales_are_not_rounded(dataset: Path, tmp_path: Path) -> None:
     rounded = scale.Contents(factors_dtype=torch.bfloat16)
     with ContextPatcher(model_of("gemma3"), "stable", tokenizer=TOKENIZER) as patcher:
         scale.extract_dataset(patcher, dataset, tmp_path / "out", contents=rounded)
-    dtypes = {
-        (name.endswith("scale"), tensor.dtype)
-        for shard in (tmp_path / "out" / "shards").iterdir()
-        for name, tensor in load_file(shard).items()
-    }
+    shards = map(load_file, (tmp_path / "out" / "shards").iterdir())
+    dtypes = {(name.endswith("scale"), x.dtype) for shard in shards for name, x in shard.items()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
@@ -284,13 +259,8 @@ def test_a_second_run_does_nothing(
     before = files(extracted)
     monkeypatch.setattr(patcher, "compute", lambda *_args, **_more: pytest.fail("computed again"))
     progress: list[tuple[int, int]] = []
-    summary = scale.extract_dataset(
-        patcher,
-        dataset,
-        extracted,
-        batching=SMALL,
-        progress=lambda done, total: progress.append((done, total)),
-    )
+    counting = {"progress": lambda *counts: progress.append(counts)}
+    summary = scale.extract_dataset(patcher, dataset, extracted, batching=SMALL, **counting)
     assert (summary.patches, summary.plan.finished, summary.plan.todo) == (0, len(ROWS), 0)
     assert progress[-1] == (len(ROWS), len(ROWS))
     assert files(extracted) == before
@@ -517,10 +487,8 @@ def test_bad_arguments(dataset: Path, tmp_path: Path) -> None:
         scale.Contents(factors_dtype=torch.float16)
     with pytest.raises(ValueError, match="expected numbers ≥ 1, got Batching"):
         scale.Batching(rows=0)
-    with (
-        ContextPatcher(build("llama", vocab_size=VOCABULARY)) as without,
-        pytest.raises(ValueError, match=r"expected ContextPatcher\(model, tokenizer=\.\.\.\)"),
-    ):
+    refusal = pytest.raises(ValueError, match=r"expected ContextPatcher\(model, tokenizer=\.\.\.\)")
+    with ContextPatcher(build("llama", vocab_size=VOCABULARY)) as without, refusal:
         scale.extract_dataset(without, dataset, tmp_path / "out")
 
 
@@ -582,26 +550,20 @@ def test_only_so_many_texts_are_in_memory(dataset: Path, monkeypatch: pytest.Mon
     assert passed == len(ROWS)
 
 
-READERS = {
-    "pandas": lambda pandas, folder: pandas.read_parquet(folder / "index").to_dict("records"),
-    "duckdb": lambda duckdb, folder: (
-        duckdb.sql(f"SELECT * FROM '{folder}/index/*.parquet'").to_arrow_table().to_pylist()
-    ),
-    "datasets": lambda datasets, folder: list(
-        datasets.load_dataset(
-            "parquet",
-            data_files=f"{folder}/index/*.parquet",
-            split="train",
-            cache_dir=str(folder.parent / "cache"),
-        )
-    ),
-}
+def read_by(library: Any, folder: Path, name: str) -> list[dict[str, Any]]:
+    files = f"{folder}/index/*.parquet"
+    if name == "pandas":
+        return library.read_parquet(folder / "index").to_dict("records")
+    if name == "duckdb":
+        return library.sql(f"SELECT * FROM '{files}'").to_arrow_table().to_pylist()
+    options = {"split": "train", "cache_dir": str(folder.parent / "cache")}
+    return list(library.load_dataset("parquet", data_files=files, **options))
 
 
-@pytest.mark.parametrize("library", READERS)
+@pytest.mark.parametrize("library", ["pandas", "duckdb", "datasets"])
 def test_other_libraries_read_the_index(library: str, extracted: Path) -> None:
     """``make ray`` installs them."""
-    found = READERS[library](pytest.importorskip(library), extracted)
+    found = read_by(pytest.importorskip(library), extracted, library)
     expected = {entry["id"]: entry for entry in scale.PatchDataset(extracted).index.to_pylist()}
     assert len(found) == len(expected)
     for record in found:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.data_sets import own_logits, prompts
-from support.models import build
 from support.numeric import noise_limit
+from support.random_models import build
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch import ContextPatcher, embedded, metrics
@@ -34,11 +34,8 @@ def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def modified(folder: Path) -> dict[str, int]:
-    return {
-        str(path.relative_to(folder)): path.stat().st_mtime_ns
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".")
-    }
+    paths = [x for x in folder.rglob("*") if x.is_file() and not x.name.startswith(".")]
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in paths}
 
 
 def test_every_row_has_a_patch_or_a_reason(tmp_path: Path) -> None:

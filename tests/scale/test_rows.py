@@ -74,23 +74,20 @@ def test_a_missing_column(name: str, tmp_path: Path) -> None:
         list(read_rows(dataset, columns))
 
 
+ONE_LINE = "expected a JSON object on one line"
+
+
 def test_bad_lines_are_rejected_and_the_others_read(tmp_path: Path) -> None:
     lines: list[tuple[bytes, str]] = [
-        (
-            b'{"context": "a", "kept": "b"',
-            "expected a JSON object on one line: Expecting ',' delimiter",
-        ),
-        (
-            '{"context": "ä", "kept": "b"}'.encode("latin1"),
-            "expected a JSON object on one line: 'utf-8'",
-        ),
-        (b"[1, 2]", "expected a JSON object on one line, got [1, 2]"),
+        (b'{"context": "a", "kept": "b"', f"{ONE_LINE}: Expecting ',' delimiter"),
+        ('{"context": "ä", "kept": "b"}'.encode("latin1"), f"{ONE_LINE}: 'utf-8'"),
+        (b"[1, 2]", f"{ONE_LINE}, got [1, 2]"),
         (b'{"context": "a"}', "expected a column 'kept', got 'context'"),
         (b'{"context": "a", "kept": 3}', "expected text in column 'kept', got 3"),
         (b'{"context": "", "kept": "b"}', "expected text in column 'context', got ''"),
         (b'{"context": null, "kept": "b"}', "expected text in column 'context', got None"),
         (rb'{"context": "\ud800", "kept": "b"}', "expected Unicode text in column 'context'"),
-        (b"[" * 100_000, "expected a JSON object on one line: "),
+        (b"[" * 100_000, f"{ONE_LINE}: "),
     ]
     good = b'{"context": "a", "kept": "b"}'
     path = tmp_path / "rows.jsonl"
@@ -160,16 +157,13 @@ def test_ids_are_of_the_texts_and_the_kind_of_prompt() -> None:
     assert Row(0, "ab", "c").id(Columns()) != Row(0, "a", "bc").id(Columns())
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, Share()),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, Share(1, 4)),
-        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, Share(2, 3)),
-        ({"RANK": "1", "WORLD_SIZE": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, Share(1, 4)),
-        ({"SLURM_NTASKS": "3"}, Share()),
-    ],
-)
+TORCH = {"RANK": "1", "WORLD_SIZE": "4"}
+SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}
+SHARES = [({}, Share()), (TORCH, Share(1, 4)), (SLURM, Share(2, 3)), (TORCH | SLURM, Share(1, 4))]
+SHARES += [({"SLURM_NTASKS": "3"}, Share())]
+
+
+@pytest.mark.parametrize(("environment", "expected"), SHARES)
 def test_the_share_of_a_process(environment: dict[str, str], expected: Share) -> None:
     assert Share.from_environment(environment) == expected
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.chats import TEMPLATE
-from support.models import build, longrope
+from support.random_models import build, longrope
 
 from icl_patch import embedded, static
 from icl_patch.evaluation import tiny_models

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, shallow, tokens
+from support.random_models import build, shallow, tokens
 from support.static import random_examples, random_patch
 
 from icl_patch import ContextPatcher, UnsupportedModelError, static
@@ -89,9 +89,8 @@ def test_a_step_descends_on_the_divergence_of_whole_models() -> None:
     examples, texts = random_examples(count=3), tokens(4, 2, 6).tolist()
     step = training(model, examples, texts)
     twin, teacher = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    factors = [
-        x.detach().double().requires_grad_() for c in step.changes.values() for x in (c.u, c.v)
-    ]
+    pairs = [x for change in step.changes.values() for x in (change.u, change.v)]
+    factors = [x.detach().double().requires_grad_() for x in pairs]
     weights = {
         f"{path}.weight": twin.get_submodule(path).weight.detach() + u.T @ v
         for path, u, v in zip(step.changes, factors[::2], factors[1::2], strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.models import shallow
+from support.random_models import shallow
 from support.static import CLOSE, logits, random_patch
 from torch import nn
 from transformers.pytorch_utils import Conv1D

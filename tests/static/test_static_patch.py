@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import build, shallow
 from support.patch_files import read, write
+from support.random_models import build, shallow
 from support.static import CLOSE, IDS, logits, random_examples, random_patch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -109,14 +109,12 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
     model = build("llama")
     patch = random_patch(model, 0)
     block = "model.layers.{}.mlp.down_proj"
-    wrong = {
-        "expected u and v of widths": {
-            block.format(1): LowRank(torch.ones(1, 48), torch.ones(1, 71))
-        },
-        "expected modules that the model has": {block.format(9): patch.changes[block.format(1)]},
-    }
+    one, narrow = patch.changes[block.format(1)], LowRank(torch.ones(1, 48), torch.ones(1, 71))
     before = weight_fingerprint(model)
-    for message, changes in wrong.items():
+    for message, changes in (
+        ("expected u and v of widths", {block.format(1): narrow}),
+        ("expected modules that the model has", {block.format(9): one}),
+    ):
         spoiled = StaticPatch(patch.info, {**patch.changes, **changes})
         with pytest.raises(PatchFormatError, match=message):
             spoiled.merge(model)
@@ -160,11 +158,8 @@ def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
 
 def test_a_file_is_read_block_by_block(tmp_path: Path) -> None:
     file, numbers = tmp_path / "patch.safetensors", [11, 2, 10, 9, 100, 0]
-    changes = {
-        f"layers.{number}.{name}": LowRank(torch.ones(1, 2), torch.ones(1, 3))
-        for number in numbers
-        for name in ("mlp.up_proj", "mlp.down_proj")
-    }
+    paths = [f"layers.{n}.mlp.{name}_proj" for n in numbers for name in ("up", "down")]
+    changes = {path: LowRank(torch.ones(1, 2), torch.ones(1, 3)) for path in paths}
     StaticPatch(static.StaticInfo("m", None, None, "f", "test"), changes).save(file)
     assert list(StaticPatch.load(file).changes) == [
         f"layers.{number}.mlp.{name}_proj" for number in sorted(numbers) for name in ("down", "up")
@@ -198,13 +193,8 @@ def test_files_that_are_made_up_are_refused(tmp_path: Path) -> None:
     patch, file = random_patch(build("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
     patch.save(file)
     header, tensors = read(file)
-    wrong = {
-        "method": 3,
-        "tokenizer": [],
-        "front": None,
-        "report": {"steps": 3},
-        "kind": "per_token",
-    }
+    wrong = {"method": 3, "tokenizer": [], "front": None, "report": {"steps": 3}}
+    wrong |= {"kind": "per_token"}
     for name, value in wrong.items():
         write(file, header | {name: value}, tensors)
         with pytest.raises(PatchFormatError, match=f"expected .*{name}"):

@@ -93,11 +93,8 @@ def _observed(
             for place, name in (*parts, *((place, "") for place in block.spec.residual)):
                 side, _, path = place.partition(" of ")
                 module = root.get_submodule(path)
-                register = (
-                    module.register_forward_pre_hook
-                    if side == "input"
-                    else module.register_forward_hook
-                )
+                kind = "forward_pre_hook" if side == "input" else "forward_hook"
+                register = getattr(module, f"register_{kind}")
                 hooks.callback(register(hook(layer, name, side), with_kwargs=True).remove)
         yield
 

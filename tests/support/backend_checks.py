@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import torch
 from support import expert_products, op_calls, row_ops
-from support.models import build, shallow
 from support.numeric import noise_limit
+from support.random_models import build, shallow
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from icl_patch import ContextPatcher, metrics, ops

@@ -41,12 +41,8 @@ def own_steps(
     others: of the chosen tokens (B,), or greedily. Each step runs within ``around()``.
     """
     cache, positions = DynamicCache(config=model.config), (mask.long().cumsum(1) - 1).clamp(min=0)
-    model(
-        ids[:, :-1],
-        attention_mask=mask[:, :-1].long(),
-        position_ids=positions[:, :-1],
-        past_key_values=cache,
-    )
+    before = {"attention_mask": mask[:, :-1].long(), "position_ids": positions[:, :-1]}
+    model(ids[:, :-1], past_key_values=cache, **before)
     token, given = ids[:, -1:], {"past_key_values": cache, "position_ids": positions[:, -1:]}
     for step in range(count):
         with around():
@@ -55,6 +51,16 @@ def own_steps(
         token = (logits.argmax(-1) if chosen is None else chosen[step]).unsqueeze(1)
         given["position_ids"] = given["position_ids"] + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+
+
+def generated_logits(
+    model: Any, ids: Tensor, mask: Tensor | None = None, **arguments: Any
+) -> tuple[Tensor, ...]:
+    """The model's own (B, V), of each new token."""
+    if mask is not None:
+        arguments["attention_mask"] = mask.long()
+    wanted = {"output_logits": True, "return_dict_in_generate": True}
+    return model.generate(ids, **arguments, **wanted).logits
 
 
 def spoil_closing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support.models import tokens
+from support.random_models import tokens
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, metrics

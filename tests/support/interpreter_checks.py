@@ -40,16 +40,15 @@ def test_whole_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("exact 0.0") == 3
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (lambda rows, call: 0.1, "fp64"),
-        (lambda rows, call: float("nan"), "fp64"),
-        (lambda rows, call: 0.002 * (call - 1), "twice"),
-        (lambda rows, call: 0.002 * (rows == 1), "alone"),
-    ],
-    ids=["off", "nan", "not repeatable", "sees its batch"],
-)
+WRONG = {
+    "off": (lambda rows, call: 0.1, "fp64"),
+    "nan": (lambda rows, call: float("nan"), "fp64"),
+    "not repeatable": (lambda rows, call: 0.002 * (call - 1), "twice"),
+    "sees its batch": (lambda rows, call: 0.002 * (rows == 1), "alone"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "said"), WRONG.values(), ids=WRONG)
 def test_a_tuned_configuration_is_checked(
     monkeypatch: pytest.MonkeyPatch, wrong: Any, said: str
 ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from support.numeric import ULP, same_bits, seeded
+from support.numeric import ULP, by_columns, in_gaps, poisoned, same_bits, seeded
 from support.rows import RADII, ROWS, rows_of, uniform
 from torch import Tensor
 
@@ -25,6 +25,13 @@ IMPLEMENTATIONS = [
     pytest.param(ops.invert_rmsnorm, id="native", marks=needs_native),
     pytest.param(reference.invert_rmsnorm, id="torch"),
 ]
+# Of the same numbers, in other places.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: by_columns(x) if x.dim() == 2 else x,
+    "strided": in_gaps,
+    "sliced": poisoned,
+    "negated": lambda x: torch._neg_view(-x),
+}
 every_implementation = pytest.mark.parametrize("invert", IMPLEMENTATIONS)
 
 

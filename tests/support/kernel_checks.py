@@ -52,24 +52,16 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def filled(*size: object, **options: object) -> Tensor:
         out = empty(*size, **options)
-        return (
-            out.fill_(torch.nan) if out.is_floating_point() and out.device.type == DEVICE else out
-        )
+        written_by_kernels = out.is_floating_point() and out.device.type == DEVICE
+        return out.fill_(torch.nan) if written_by_kernels else out
 
     monkeypatch.setattr(torch, "empty", filled)
 
 
 # patched_linear
 
-SIZES = [
-    (1, 70, 130),
-    (2, 1, 63),
-    (3, 65, 1),
-    (5, 33, 200),
-    (16, 40, 129),
-    (17, 31, 70),
-    (40, 66, 64),
-]
+SIZES = [(1, 70, 130), (2, 1, 63), (3, 65, 1), (5, 33, 200)]
+SIZES += [(16, 40, 129), (17, 31, 70), (40, 66, 64)]
 RANKS = [1, 2, 3, 1, 4, 5, 1]
 
 
@@ -81,9 +73,8 @@ def test_patched_linear(dtype: torch.dtype, layout: str, own_factors: bool) -> N
         # a third of the layouts for each size
         if INTERPRETED and (seed + LAYOUTS.index(layout) + own_factors) % 3:
             continue
-        case = linear_case(
-            layout, sizes, rank, dtype, dtype if own_factors else torch.float32, seed % 3 > 0, seed
-        )
+        factor_dtype = dtype if own_factors else torch.float32
+        case = linear_case(layout, sizes, rank, dtype, factor_dtype, seed % 3 > 0, seed)
         check_linear(case, kernels.patched_linear(**case.arguments), dtype)
         no_patch = replace(case, row_u=0 * case.row_u)
         check_linear(no_patch, kernels.patched_linear(**case.plain), dtype)
@@ -193,11 +184,10 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
     assert (coeff - exact).abs().max() <= 64 * UNIT[torch.float32] * k
     for n in (20, 5000):  # steps of 256 and of 128 elements
         config = config_for("", dtype, n, "gemv")
+        configs = (replace(config, fused=limit) for limit in (4096, 0))
         inside, before = (
-            launch_linear(
-                **case.arguments, out_dtype=torch.float32, config=replace(config, fused=limit)
-            )
-            for limit in (4096, 0)
+            launch_linear(**case.arguments, out_dtype=torch.float32, config=each)
+            for each in configs
         )
         assert same_bits(inside, before)
     # Older interpreters round the product of a fused multiply-add.
@@ -312,13 +302,8 @@ def test_the_low_rank_term_alone(dtype: torch.dtype, layout: str) -> None:
             out = kernels.add_low_rank(in_gaps(plain), case.z, **parts, out_dtype=out_dtype)
             assert same_bits(out, kernels.patched_linear(**case.arguments, out_dtype=out_dtype))
     if layout == "pool":
-        nothing = kernels.add_low_rank(
-            plain,
-            case.z,
-            case.u[:0],
-            case.v[:0],
-            index=torch.full((len(plain),), -1, device=DEVICE),
-        )
+        nowhere = torch.full((len(plain),), -1, device=DEVICE)
+        nothing = kernels.add_low_rank(plain, case.z, case.u[:0], case.v[:0], index=nowhere)
         assert same_bits(nothing, plain)
     if layout == "shared":
         assert kernels.add_low_rank(plain[:0], case.z[:0], case.u, case.v).shape == (0, n)
@@ -395,17 +380,14 @@ def test_the_kernels_round_where_the_modules_do() -> None:
     """Their bits differ from those of one rounding at the end."""
     x, scale = (normal(seeded(s), 8, 300, dtype=torch.float16).to(DEVICE) for s in (0, 1))
     first, last = (
-        kernels.rms_norm(x, scale.float(), 1e-5, cast_first=cast_first)
-        for cast_first in (True, False)
+        kernels.rms_norm(x, scale.float(), 1e-5, cast_first=cast) for cast in (True, False)
     )
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
     assert (first == (normed.half().float() * scale.float()).half()).float().mean() > 0.95
     assert (last == (normed * scale.float()).half()).float().mean() > 0.95
     assert 0.2 < (first == last).float().mean() < 0.9
-    for activation, module in (
-        ("silu", F.silu),
-        ("gelu_tanh", partial(F.gelu, approximate="tanh")),
-    ):
+    modules = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+    for activation, module in modules.items():
         out, act = kernels.gated_product(x, scale, activation), module(x.float())
         assert (out == act.half() * scale).float().mean() > 0.97
         assert (out == (act * scale.float()).half()).float().mean() < 0.9
@@ -427,9 +409,8 @@ def test_signs_that_are_still_to_be_changed() -> None:
     case = linear_case("row", (3, 7, 9))
     z = torch.complex(case.z, case.z).conj().imag
     assert z.is_neg()
-    assert same_bits(
-        kernels.patched_linear(z, case.weight), kernels.patched_linear(-case.z, case.weight)
-    )
+    out, expected = (kernels.patched_linear(x, case.weight) for x in (z, -case.z))
+    assert same_bits(out, expected)
 
 
 # expert_linear
@@ -526,9 +507,8 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
         launched.clear()
         return found
 
-    compiled = torch.compile(
-        step, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"
-    )
+    backend = "aot_eager" if INTERPRETED else "inductor"
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     for rows in (1, 8, 17):
         sizes = ((rows, 70), (2 * rows, 70), (rows, 20))
         inputs = [normal(seeded(rows), *size, dtype=torch.float32).to(DEVICE) for size in sizes]

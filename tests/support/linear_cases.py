@@ -81,14 +81,10 @@ def linear_case(
     """Random arguments; ``row`` has rank 1."""
     rows, n, k = sizes
     generator = seeded(seed)
-    leading = {"row": (rows,), "row-rank": (rows, rank), "shared": (1, rank), "pool": (POOL, rank)}[
-        layout
-    ]
+    sizes_of = {"row-rank": (rows, rank), "shared": (1, rank), "pool": (POOL, rank)}
+    leading = sizes_of.get(layout, (rows,))
     z, weight = normal(generator, rows, k, dtype=dtype), normal(generator, n, k, dtype=dtype)
-    u, v = (
-        normal(generator, *leading, n, dtype=factor_dtype),
-        normal(generator, *leading, k, dtype=factor_dtype),
-    )
+    u, v = (normal(generator, *leading, size, dtype=factor_dtype) for size in (n, k))
     added = normal(generator, n, dtype=dtype) if bias else None
     index = None
     if layout == "pool":
@@ -102,11 +98,8 @@ def linear_case(
         row_u, row_v = (
             f.unsqueeze(1) if layout == "row" else f.expand(rows, -1, -1) for f in (u, v)
         )
-    case = Case(z, weight, u, v, added, index, row_u.double(), row_v.double())
-    return replace(
-        case,
-        **{name: None if value is None else value.to(device) for name, value in vars(case).items()},
-    )
+    parts = (z, weight, u, v, added, index, row_u.double(), row_v.double())
+    return Case(*(None if part is None else part.to(device) for part in parts))
 
 
 def check_rows_without_a_patch(run: Callable[..., Tensor], case: Case) -> None:

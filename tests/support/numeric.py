@@ -65,20 +65,16 @@ def noise_floor(
             norms and softmax of transformers compute in that.
         inputs: further inputs of the model.
     """
-    ids = (
-        torch.randint(1, 90, (3, 18), generator=seeded(91)).to(model.device) if ids is None else ids
-    )
+    if ids is None:
+        ids = torch.randint(1, 90, (3, 18), generator=seeded(91)).to(model.device)
     given = {"use_cache": False, **inputs}
     expected = model(ids, **given).logits
     with moved_weights(model, dtype):
         found = [model(ids, **given).logits]
     if ids.shape[1] > 1:
         half = (slice(1), slice(ids.shape[1] // 2))
-        found.append(
-            model(
-                ids[half], use_cache=False, **{name: x[half] for name, x in inputs.items()}
-            ).logits
-        )
+        parts = {name: x[half] for name, x in inputs.items()}
+        found.append(model(ids[half], use_cache=False, **parts).logits)
     pairs = ((logits, expected[: len(logits), : logits.shape[1]]) for logits in found)
     return max(float(metrics.linf(*pair).max()) for pair in pairs)
 
@@ -132,20 +128,16 @@ def moved_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
     """Every weight is one spacing of ``dtype`` up or down, in random directions, until the block
     ends.
     """
-    dtype, rng = (
-        dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype),
-        seeded(0),
-    )
+    dtype = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype)
+    rng = seeded(0)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for x in model.parameters():
         if type(x) is nn.Parameter:  # others are quantised
             up_or_down = torch.randn(x.shape, generator=rng).sign().to(x.device, torch.float64)
             near = (x.double() * (1 + 2 * UNIT[dtype] * up_or_down)).to(x.dtype)
             moved[x] = nn.Parameter(near, requires_grad=False)
-    holders = [
-        (module._parameters, name) for module in model.modules() for name in module._parameters
-    ]
-    kept = [(holder, name, holder[name]) for holder, name in holders if holder[name] in moved]
+    holders = [module._parameters for module in model.modules()]
+    kept = [(own, name, x) for own in holders for name, x in own.items() if x in moved]
     try:
         for holder, name, x in kept:
             holder[name] = moved[x]
@@ -175,9 +167,8 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
 
 def bits(x: Tensor) -> Tensor:
     """The numbers as integers: tells -0 from 0, and a NaN equals itself."""
-    return x.contiguous().view(
-        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    )
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()])
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:

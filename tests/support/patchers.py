@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from support.models import case, tokens
 from support.numeric import is_noise
+from support.random_models import case, tokens
 from torch import Tensor, nn
 
-from icl_patch import ContextPatcher, metrics
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 
 UPDATES = ("direct", "stable", "exact")
 
@@ -31,6 +31,14 @@ def works(patcher: ContextPatcher, inputs: dict | None = None) -> None:
     logits = patcher.forward(patch.kept_ids, patch)
     off = metrics.linf(logits, patch.logits)[patch.kept_mask].max()
     assert off == 0 if patcher.update == "exact" else is_noise(off, patcher, patch)
+
+
+def refuses(
+    model: nn.Module, message: str | None, error: type[Exception] = UnsupportedModelError
+) -> None:
+    """No patcher attaches to the model; the error has the message."""
+    with pytest.raises(error, match=message):
+        ContextPatcher(model)
 
 
 IDS, KEPT = tokens(0, 2, 5), tokens(1, 2, 3)
@@ -55,11 +63,8 @@ class Snapshot:
 
     @staticmethod
     def _hooks(module: nn.Module) -> dict[str, dict]:
-        found = {
-            name: dict(value)
-            for name, value in vars(module).items()
-            if "hooks" in name and isinstance(value, dict)
-        }
+        own = {name: x for name, x in vars(module).items() if "hooks" in name}
+        found = {name: dict(x) for name, x in own.items() if isinstance(x, dict)}
         assert found
         return found
 
@@ -80,7 +85,5 @@ class Snapshot:
         assert all(parameters[name] is parameter for name, parameter in self.parameters.items())
         state = model.state_dict()
         assert list(state) == list(self.state)
-        assert all(
-            state[name].dtype == value.dtype and torch.equal(state[name], value)
-            for name, value in self.state.items()
-        )
+        for name, value in self.state.items():
+            assert state[name].dtype == value.dtype and torch.equal(state[name], value)

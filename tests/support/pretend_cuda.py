@@ -36,11 +36,9 @@ real_to, real_numpy = Tensor.to, Tensor.numpy
 
 
 def is_real(x: Any) -> bool:
-    return (
-        isinstance(x, Tensor)
-        and not isinstance(x, (fake_tensor.FakeTensor, FunctionalTensor))
-        and x.untyped_storage().device == CPU
-    )
+    traced = (fake_tensor.FakeTensor, FunctionalTensor)
+    real = isinstance(x, Tensor) and not isinstance(x, traced)
+    return real and x.untyped_storage().device == CPU
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -302,17 +300,10 @@ def pytest_configure() -> None:
     Tensor.to, Tensor.numpy = to, numpy
     Tensor.cuda, Tensor.cpu = (lambda x, _=None: move(x, CUDA)), (lambda x: move(x, CPU))
 
-    pretended = {
-        "_lazy_init": None,
-        "is_available": True,
-        "is_initialized": True,
-        "device_count": 2,
-        "empty_cache": None,
-        "current_device": 0,
-        "get_device_name": "a pretended device",
-        "get_device_capability": (9, 0),
-        "current_stream": Stream(),
-    }
+    pretended = {"is_available": True, "is_initialized": True, "device_count": 2}
+    pretended |= {"_lazy_init": None, "empty_cache": None, "current_stream": Stream()}
+    pretended |= {"current_device": 0, "get_device_capability": (9, 0)}
+    pretended |= {"get_device_name": "a pretended device"}
     for name, value in pretended.items():
         setattr(torch.cuda, name, always(value))
     torch.cuda.is_current_stream_capturing = lambda: MODE.capture is not None

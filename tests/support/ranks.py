@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.models import tokens
 from support.offload import results
+from support.random_models import tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -44,16 +44,10 @@ def launch(count: int, scenario: str, *arguments: str) -> list[list[Any]]:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "support.ranks", scenario, *arguments],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    command = [sys.executable, "-P", "-m", "support.ranks", scenario, *arguments]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    own = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
+    ranks = [subprocess.Popen(command, env=os.environ | shared | rank, **piped) for rank in own]
     outputs = [rank.communicate(timeout=300) for rank in ranks]
     said = [[json.loads(x) for x in out.splitlines() if x[:1] in '["{'] for out, _ in outputs]
     assert all(said), "\n".join(errors for _, errors in outputs)
@@ -205,11 +199,8 @@ def refusals(folder: str) -> None:
         say(error_of(lambda: patcher.compute(CONTEXT, KEPT[:, :0] if RANK else KEPT)))
         other = KEPT if RANK else KEPT + 1
         say(error_of(lambda: patcher.forward(other, patch)))
-        say(
-            error_of(
-                lambda: patcher.compute(CONTEXT, KEPT) if RANK else patcher.forward(KEPT, patch)
-            )
-        )
+        calls = (lambda: patcher.compute(CONTEXT, KEPT), lambda: patcher.forward(KEPT, patch))
+        say(error_of(calls[0] if RANK else calls[1]))
         if RANK:
             model.model.layers[-1].mlp.up_proj.weight.data.zero_()
             patcher.check_weights()

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from support import models
+from support import random_models
 from support.excited_neuron import add_neuron
 from support.numeric import EPSILON, seeded
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ OVERFLOWING = 400_000.0  # above the range of fp16 if the median is above 0.17
 # Where SIZE is too large for a model to compute at all.
 SIZES = {
     # its class squares the sum of its streams in the model's dtype: 256² is above fp16's range
-    ("gemma3n", torch.float16): 10.0,
+    ("gemma3n", torch.float16): 10.0
 }
 # The norm of the triggers' embeddings, as a multiple of that of the others.
 _LOUD = 8.0
@@ -67,10 +67,7 @@ class Features:
 
 
 def build(
-    name: str,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    size: float | None = None,
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, size: float | None = None
 ) -> tuple[PreTrainedModel, Features]:
     """A model of the zoo with realistic weights, and where its features are.
 
@@ -86,7 +83,7 @@ def build(
 
 @cache
 def _in_fp32(name: str, seed: int, size: float) -> tuple[PreTrainedModel, Features]:
-    model = models.shallow(name, seed)
+    model = random_models.shallow(name, seed)
     return model, realistic(model, size)
 
 
@@ -153,11 +150,8 @@ def returning_attention(model: PreTrainedModel) -> Iterator[None]:
 def tie_embeddings(model: PreTrainedModel) -> None:
     """One matrix for the embeddings and the head, where the class can have that."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if (
-        model._tied_weights_keys
-        and head is not None
-        and head.weight.shape == embeddings.weight.shape
-    ):
+    alike = head is not None and head.weight.shape == embeddings.weight.shape
+    if model._tied_weights_keys and alike:
         model.config.get_text_config().tie_word_embeddings = True
         model.config.tie_word_embeddings = True
         head.weight = embeddings.weight
@@ -187,18 +181,11 @@ def spread_norms(model: PreTrainedModel) -> None:
 
 def matrices_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The matrices of a model but for its embeddings and its head; stacks of them too."""
-    apart = {
-        id(module.weight)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module is not None
-    }
-    for path, parameter in model.named_parameters():
-        if (
-            parameter.dim() in (2, 3)
-            and min(parameter.shape[-2:]) > 3
-            and id(parameter) not in apart
-        ):
-            yield path, parameter
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    apart = {id(module.weight) for module in ends if module is not None}
+    for path, x in model.named_parameters():
+        if x.dim() in (2, 3) and min(x.shape[-2:]) > 3 and id(x) not in apart:
+            yield path, x
 
 
 @torch.no_grad()
@@ -258,11 +245,8 @@ def attention_on_first(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 def draw_attention(model: PreTrainedModel, triggers: Tensor) -> None:
     """Train the second block's attention until one of its heads looks at the first token alone."""
     ids, (_, path, *_) = rows(model, triggers), layers_of(model)
-    parameters = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if name.startswith(f"{path}.") and "norm" not in name.removeprefix(path)
-    ]
+    block = model.get_submodule(path).named_parameters()
+    parameters = [parameter for name, parameter in block if "norm" not in name]
     optimiser = torch.optim.Adam(parameters, lr=0.006)
     for _ in range(100):
         with torch.enable_grad():

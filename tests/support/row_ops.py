@@ -3,18 +3,11 @@ them, against fp64.
 """
 
 import itertools
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from support.numeric import (
-    FLOATS,
-    UNIT,
-    in_gaps,
-    normal,
-    poisoned,
-    same_bits,
-    seeded,
-)
+from support.numeric import FLOATS, UNIT, in_gaps, normal, poisoned, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import ops
@@ -162,13 +155,10 @@ def check_read_direction(dtype: torch.dtype, device: str = "cpu", **options: boo
 def check_extremes(dtype: torch.dtype, device: str = "cpu") -> None:
     """What torch's own modules give at the ends of the range."""
     largest = torch.finfo(dtype).max
-    gate = torch.tensor(
-        [[0.0, -0.0, 1e4, -1e4, largest, -largest, torch.inf, -torch.inf, torch.nan]]
-    ).to(device, dtype)
-    for activation, module in (
-        ("silu", F.silu),
-        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
-    ):
+    gate = [0.0, -0.0, 1e4, -1e4, largest, -largest, torch.inf, -torch.inf, torch.nan]
+    gate = torch.tensor([gate]).to(device, dtype)
+    modules = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+    for activation, module in modules.items():
         y, expected = ops.gated_product(gate, torch.ones_like(gate), activation), module(gate)
         assert torch.equal(y.isnan(), expected.isnan())
         assert same_bits(y.nan_to_num(7.0), expected.nan_to_num(7.0))

@@ -72,11 +72,8 @@ def ties(rng: torch.Generator, rows: int, n: int) -> Rows:
 def plateaus(rng: torch.Generator, rows: int, n: int) -> Rows:
     """Clusters one ulp wide, decades apart."""
     ulps = torch.randint(3, (rows, n), generator=rng)
-    m = (
-        signs(rng, rows, n)
-        * 10.0 ** torch.randint(-4, 4, (rows, n), generator=rng)
-        * (1 + 2**-23 * ulps)
-    )
+    m = signs(rng, rows, n) * 10.0 ** torch.randint(-4, 4, (rows, n), generator=rng)
+    m *= 1 + 2**-23 * ulps
     return m, normal(rng, rows, n) * 10 ** uniform(rng, -8, 4, rows, n)
 
 
@@ -91,11 +88,8 @@ def clusters(rng: torch.Generator, rows: int, n: int) -> Rows:
 def nested(rng: torch.Generator, rows: int, n: int) -> Rows:
     """Plateaus within plateaus: without the geometric step Newton climbs them one at a time."""
     m = (10 ** uniform(rng, -30, 36, rows, n)).sort(1).values
-    g = (
-        m
-        * torch.arange(1, n + 1) ** uniform(rng, -3, 3, rows, 1)
-        * 10 ** uniform(rng, -1, 1, rows, 1)
-    )
+    g = m * torch.arange(1, n + 1) ** uniform(rng, -3, 3, rows, 1)
+    g *= 10 ** uniform(rng, -1, 1, rows, 1)
     g[:, 0] *= 10 ** uniform(rng, -30, 0, rows)
     return m, g.clamp(max=3e38)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from support.models import tokens
+from support.random_models import tokens
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 

@@ -20,13 +20,11 @@ class NewStorages(TorchDispatchMode):
         self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         out = function(*args, **kwargs or {})
-        given = {
-            x.untyped_storage().data_ptr()
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, Tensor)
-        }
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+        trees = ((args, kwargs), out)
+        inputs, made = ([x for x in tree_leaves(y) if isinstance(x, Tensor)] for y in trees)
+        given = {x.untyped_storage().data_ptr() for x in inputs}
+        for x in made:
+            if x.untyped_storage().data_ptr() not in given:
                 self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
         self.ops += 1
         return out

@@ -4,8 +4,10 @@ weights anywhere.
 
 import copy
 import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -75,10 +77,12 @@ def build(
     return model.to(dtype).eval()
 
 
-def two_layers(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def two_layers(
+    family: str, dtype: torch.dtype = torch.float32, **changes: object
+) -> PreTrainedModel:
     """A Llama or a Gemma 3, whose two layers are one of each kind."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
-    return build(family, 0, dtype, num_hidden_layers=2, **kinds)
+    return build(family, 0, dtype, num_hidden_layers=2, **kinds, **changes)
 
 
 # Of models whose first two layers are not of each kind that they have, or that say the kind of each
@@ -130,9 +134,8 @@ def randomised(
 
 def tokens(seed: int, rows: int, columns: int) -> torch.Tensor:
     """Random ids, never the padding id 0."""
-    return torch.randint(
-        1, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (rows, columns), generator=generator)
 
 
 def ragged(rows: int, columns: int, *, side: str) -> torch.Tensor:
@@ -146,19 +149,12 @@ def case(name: str, seed: int = 0) -> dict:
     """Arguments of ``ContextPatcher.compute`` for three ragged rows: single tokens, spans,
     prefixes, several absorbed spans.
     """
-    rows = 3
+    rows, context_ids = 3, tokens(seed, 3, 11)
+    arguments = {"context_ids": context_ids, "context_mask": ragged(rows, 11, side="left")}
     if name == "single":
-        return {
-            "context_ids": tokens(seed, rows, 11),
-            "kept_ids": tokens(seed + 1, rows, 1),
-            "context_mask": ragged(rows, 11, side="left"),
-        }
-    arguments = {
-        "context_ids": tokens(seed, rows, 11),
-        "kept_ids": tokens(seed + 1, rows, 7),
-        "context_mask": ragged(rows, 11, side="left"),
-        "kept_mask": ragged(rows, 7, side="right"),
-    }
+        return arguments | {"kept_ids": tokens(seed + 1, rows, 1)}
+    arguments["kept_ids"] = tokens(seed + 1, rows, 7)
+    arguments["kept_mask"] = ragged(rows, 7, side="right")
     if name == "span":
         return arguments
     if name == "prefix":
@@ -187,6 +183,18 @@ EXPERTS = [
     for name, entry in tiny_models.SUPPORTED.items()
     if "num_experts" in str(entry.settings) or "_experts" in str(entry.settings)
 ]
+
+
+# Each has a form of block that another family has too: they run with the stress tests.
+SAME_FORM = ("glm4", "olmo3", "mistral", "qwen2", "qwen3", "smollm3", "stablelm", "llama-bias")
+SAME_FORM += ("cohere", "codegen", "phi", "falcon-7b", "starcoder2", "xglm", "gpt_bigcode")
+SAME_FORM += ("mixtral", "olmoe", "cohere2_moe", "llava")
+
+
+def of_the_zoo(names: Iterable[str], stress: Sequence[str] = SAME_FORM) -> list[Any]:
+    """Families as pytest's parameters, some of them marked."""
+    marks = [pytest.mark.stress]
+    return [pytest.param(name, marks=marks if name in stress else []) for name in names]
 
 
 class Stock:
@@ -218,11 +226,8 @@ class Stock:
         ends = [width, *(range(width + 1, total + 1) if self.recurrent else [total])]
         made = []
         for start, end in zip([0, *ends], ends, strict=False):
-            made.append(
-                self.call(
-                    ids[:, start:end], sequences.mask[:, :end], positions[:, start:end], cache
-                )
-            )
+            part = (ids[:, start:end], sequences.mask[:, :end], positions[:, start:end])
+            made.append(self.call(*part, cache))
         return torch.cat(made[1:], 1)[:, sequences.kept_columns]
 
 
