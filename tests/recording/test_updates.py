@@ -274,6 +274,8 @@ def test_close_behind_a_factor_of_the_branch(branch: float) -> None:
     assert torch.equal(closed.factor, started.double()) == (branch == 0)
     correction = updates.correction(closed.factor, residual, base, gain, started, branch)
     assert (correction == 0).all() == (branch == 0)
+    multiplied = updates.correction(closed.factor, residual, branch * base, branch * gain, started)
+    torch.testing.assert_close(correction, multiplied)
 
 
 def test_a_target_lost_in_the_residual_is_a_miss() -> None:
