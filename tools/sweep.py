@@ -18,6 +18,7 @@ The noise floor is how much ``model(ids)`` changes in a batch of two.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -207,9 +208,10 @@ def measure(
     return {"result": "right" if cell["error"] <= limit else "wrong", **cell}
 
 
-def cells_of(model_type: str, changes: dict[str, Any], realistic: bool) -> list[dict[str, Any]]:
-    """All cells of a type, by one thread."""
-    torch.set_num_threads(1)
+def cells_of(
+    model_type: str, changes: dict[str, Any], realistic: bool = False
+) -> Iterator[dict[str, Any]]:
+    """All cells of a type."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
 
@@ -221,19 +223,18 @@ def cells_of(model_type: str, changes: dict[str, Any], realistic: bool) -> list[
             model(torch.tensor([[3, 4, 5]]))
         return model, prepare(model, dtype, realistic)
 
-    cells: list[dict[str, Any]] = []
     for name, scenario in (SCENARIOS | (HALF if realistic else {})).items():
         for update in UPDATES if scenario.dtype is torch.float32 else ("exact",):
             cell: dict[str, Any] = {"scenario": name, "update": update}
             try:
                 model, first = prepared(scenario.dtype)
             except Exception as error:
-                return [*cells, cell | failure(error, "not built")]
+                yield cell | failure(error, "not built")
+                return
             try:
-                cells.append(cell | measure(model, update, scenario, first))
+                yield cell | measure(model, update, scenario, first)
             except Exception as error:
-                cells.append(cell | failure(error, "crashed"))
-    return cells
+                yield cell | failure(error, "crashed")
 
 
 def failure(error: Exception, unexpected: str) -> dict[str, str]:
@@ -251,13 +252,23 @@ def failure(error: Exception, unexpected: str) -> dict[str, str]:
 def run_apart(
     key: dict[str, str], changes: dict[str, Any], realistic: bool
 ) -> list[dict[str, Any]]:
-    """The cells of a type, from a process of its own; one that crashes does not finish either."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        try:
-            job = key["type"], changes, realistic
-            cells = pool.apply_async(cells_of, job).get(LIMIT)
-        except multiprocessing.TimeoutError:
-            cells = [{"scenario": "", "update": "", "result": "not finished"}]
+    """The cells of a type, from a process of its own."""
+    context = multiprocessing.get_context("fork")
+    found, made = context.Pipe(duplex=False)
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        made.send(list(cells_of(key["type"], changes, realistic)))
+
+    process = context.Process(target=run)
+    process.start()
+    made.close()
+    cells = [{"scenario": "", "update": "", "result": "not finished"}]
+    with contextlib.suppress(EOFError):  # it has crashed
+        if found.poll(LIMIT):
+            cells = found.recv()
+    process.kill()
+    process.join()
     return [
         key | {k: float(f"{v:.1e}") if isinstance(v, float) else v for k, v in cell.items()}
         for cell in cells

@@ -239,15 +239,14 @@ void attention_parts(const Attention& call, int64_t begin, int64_t end) {
         add_rows<decltype(heads)::value>(&weights[h * Attention::kPart + j], Attention::kPart, rows,
                                          some, e, outputs + h * (e + 2) + 2, e + 2);
       };
-      int64_t h = 0;
-      for (; h + kHeadsTogether <= shared; h += kHeadsTogether)
-        add(std::integral_constant<int, kHeadsTogether>{}, h);
-      if (h + 3 == shared)
-        add(std::integral_constant<int, 3>{}, h);
-      else if (h + 2 == shared)
-        add(std::integral_constant<int, 2>{}, h);
-      else if (h + 1 == shared)
-        add(std::integral_constant<int, 1>{}, h);
+      for (int64_t h = 0; h < shared; h += kHeadsTogether) {
+        switch (std::min<int64_t>(kHeadsTogether, shared - h)) {
+          case 1: add(std::integral_constant<int, 1>{}, h); break;
+          case 2: add(std::integral_constant<int, 2>{}, h); break;
+          case 3: add(std::integral_constant<int, 3>{}, h); break;
+          default: add(std::integral_constant<int, 4>{}, h);
+        }
+      }
     }
   }
 }

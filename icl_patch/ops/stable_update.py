@@ -22,7 +22,7 @@ class StableScale:
 
     u: (M, d) fp32 (fp64 where an input is), ``h_target - h_down``.
     new_scale: (M, d) fp64.
-    shift, status, evaluations: as in :class:`RMSNormInverse`.
+    shift, status, evaluations: as in :class:`icl_patch.ops.reference.RMSNormInverse`.
     """
 
     u: Tensor
@@ -40,8 +40,8 @@ def stable_scale(
 
     ``g = delta + m ⊙ Norm(h)``; ``h_target`` is :func:`invert_rmsnorm` of g at the RMS of h, with h
     for a fallback and with no ``|m_k|`` below ``0.25 rms m``, so that no coordinate is out of reach
-    or loses digits (:func:`floor_scale`); ``m' = m - μ ⊘ m`` takes the
-    rest. A row with a delta of 0 stays as it is.
+    or loses digits (:func:`floor_scale`); ``m' = m - μ ⊘ m`` takes the rest. A row with a delta of
+    0 stays as it is.
 
     Args:
         delta: (M, d) of any float dtype and strides. All arithmetic is fp64.

@@ -266,16 +266,24 @@ class BlockRecorder:
         """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
         found = ops.read_direction(h, torch.float64 if self.exact else None)
         v, inverse, _ = of_part(layer, h, found)
-        self.keep_written(layer, y, target.to(v.dtype), self.zero_padding(v), inverse)
+        v = self.zero_padding(v)
+        gain = written_gain(h, v) if self.exact else None
+        self.keep_written(layer, y, target.to(v.dtype), v, inverse, gain)
 
     def keep_written(
-        self, layer: PatchedLinear, y: Tensor, u: Tensor, v: Tensor, inverse: Tensor
+        self,
+        layer: PatchedLinear,
+        y: Tensor,
+        u: Tensor,
+        v: Tensor,
+        inverse: Tensor,
+        gain: Tensor | None,
     ) -> None:
-        """Keep a weight writer's factors; ``inverse`` is 1 / ‖h‖² (B, T), or 0 without a v."""
+        """Keep a weight writer's factors; ``gain`` is v·h where the loop is going to be closed."""
         self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
-        if self.exact:  # v·h is 1 up to fp64's rounding, which no rounded sum shows
-            self.open_loop(y, inverse.sign().unsqueeze(-1), layer, "u")
+        if gain is not None:
+            self.open_loop(y, gain, layer, "u")
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
@@ -428,6 +436,13 @@ class BlockRecorder:
         self.keep(layer, **{name: factor})
         branch = self.spec.residual_multiplier
         self.note("closing", misses, factor, residual, base, gain, started_from, branch)
+
+
+def written_gain(h: Tensor, v: Tensor) -> Tensor:
+    """v·h (..., 1) of an exact weight writer, with the bits that a replay multiplies u by. It is 1
+    but for fp64's rounding, and the misses that are counted have to be those of the replay.
+    """
+    return (h.double() * v).sum(-1, keepdim=True)
 
 
 def same_place(x: Tensor, y: Tensor) -> bool:

@@ -24,7 +24,7 @@ from icl_patch.models.block_spec import Writer
 from icl_patch.models.trace import first_tensor
 from icl_patch.recording import updates
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
-from icl_patch.recording.block_recorder import BlockRecorder, same_place
+from icl_patch.recording.block_recorder import BlockRecorder, same_place, written_gain
 from icl_patch.recording.diagnostics import Note
 
 
@@ -302,7 +302,7 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
             recorder.context.hidden, recorder.delta = stream, delta
         target = torch.stack([recorder.writer_target() for recorder in alike])
         v, inverse, _ = ops.read_direction(h, torch.float64)
-        parts = (y.double(), target.double(), v, inverse)
+        parts = (y.double(), target.double(), v, inverse, written_gain(h, v))
         for recorder, layer, *factors in zip(alike, layers, *parts, strict=True):
             recorder.keep_written(layer, *factors)
 

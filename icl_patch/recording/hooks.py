@@ -46,7 +46,6 @@ class Hooks:
         for path, part in parts:
             self._hooks += [(path, part._forward_pre_hooks), (path, part._forward_hooks)]
         self._dicts = [hooks for _, hooks in self._hooks]
-        self._names = [(vars(part), was) for _, part, was in self._forwards]
 
     def current(self) -> HookIds:
         """The module's path, and the hook's number or the forward, for each; empty without any.
@@ -55,9 +54,7 @@ class Hooks:
             UnsupportedModelError: a patched module has hooks and there are global hooks, which
                 then run twice for that module.
         """
-        # every step asks: no call for each module
-        replaced = any(names.get("forward") is not was for names, was in self._names)
-        if not replaced and not any(self._dicts):
+        if not any(self._dicts) and not any(map(_is_replaced, self._forwards)):
             return ()
         twice = [
             path for path, part in self._patched if part._forward_pre_hooks or part._forward_hooks

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.loop import GenerationStep
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.ops import linear
+from icl_patch.ops.reference import low_rank_term
+from icl_patch.recording.block_recorder import BlockRecorder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # every kind of writer that one pass serves, a Conv1D, norms in all places, fused and absent gates,
@@ -67,6 +71,35 @@ def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> 
     for reference in (attached, batch_invariant_logits(model, chosen, ids)):
         for step, logits in zip(steps, reference, strict=True):
             assert torch.equal(step.logits, logits)
+
+
+@pytest.mark.parametrize("mode", ["two_pass", "shared_cache"])
+def test_misses_are_counted_with_the_gain_of_the_replay(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer's v·h is 1 but for the last bits. With other ones than the replay has, a miss could
+    be counted as a hit.
+    """
+    found, replayed = list[Tensor](), list[Tensor]()
+    open_loop, add_low_rank = BlockRecorder.open_loop, linear.add_low_rank
+
+    def opened(self: BlockRecorder, base: Tensor, gain: Tensor, *of: Any) -> None:
+        found.append(gain.flatten())
+        open_loop(self, base, gain, *of)
+
+    def added(y: Tensor, z: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tensor:
+        replayed.append(low_rank_term(z, u.new_ones(len(z), 1), v).flatten())
+        return add_low_rank(y, z, u, v, **options)
+
+    with ContextPatcher(build("llama"), "exact") as patcher:
+        patcher.plans.choose(mode)  # which is tried now
+        monkeypatch.setattr(BlockRecorder, "open_loop", opened)
+        patch = next(steps_of(patcher, 1, mode=mode)).patch
+        monkeypatch.setattr(linear, "add_low_rank", added)
+        patcher.forward(patch.kept_ids, patch)
+    gains = torch.stack(replayed[-len(patcher.attached_model.blocks) :])
+    assert (gains != 1).any()
+    assert torch.equal(torch.stack(found), gains)
 
 
 def test_a_step_is_the_model_with_batch_invariant_attention() -> None:

@@ -24,8 +24,7 @@ from icl_patch.evaluation import tiny_models
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.recording.sequences import assemble
 
-VOCABULARY = 97
-
+VOCABULARY = tiny_models.VOCABULARY
 
 _SETTINGS: dict[str, Any] = {
     "vocab_size": VOCABULARY,
