@@ -379,12 +379,13 @@ class ContextPatcher:
                 ``"two_pass"``: the unmodified model, then the current token alone. It serves every
                 update, and models with forward hooks and a few others need it. Exact steps are
                 then bit-identical to the unmodified model.
-                ``"two_stream"``: one pass over both, each with its rows in the cache; not for
-                exact steps.
-                ``"shared_cache"``: one pass over one cache for both; not for every model. Exact
-                steps are then bit-identical to the same model on batch-invariant functions in its
-                steps (:func:`icl_patch.batch_invariant` without its attention of several tokens),
-                which is as near to the model in fp32.
+                ``"shared_cache"``: one pass. Both rows share the cache of the context, and are two
+                from each attention's output to the block's end. It does not serve every model.
+                ``"two_stream"``: one pass over the same cache, in which they are two from the first
+                layer on. It serves more models, up to 1.2 times as slowly.
+                Exact steps of one pass are bit-identical to the same model on batch-invariant
+                functions in its steps (:func:`icl_patch.batch_invariant` without its attention of
+                several tokens), which is as near to the model in fp32.
                 ``"auto"``: the fastest of these that serves the update and the model. Mixtures of
                 experts in bf16 and fp16 take two streams, because replays of a shared cache may
                 choose other experts there. ``GenerationStep.mode`` says how a step ran.

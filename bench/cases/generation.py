@@ -8,9 +8,9 @@ All ways run in turns, on the same weights and tokens. In the order of the table
 
 - `recompute and apply` is ours. `exact` is bit-identical to the model on batch-invariant functions
   and takes one pass over a cache that both streams share, eager or compiled; `exact, two passes` is
-  bit-identical to the model as it is. `shared cache` and `two streams` are the stable update, over
-  one cache for both streams and over one for each (two passes and two streams only up to 8
-  rows). `compiled` has a static cache that both streams share and is compiled, and on a GPU a CUDA
+  bit-identical to the model as it is. `shared cache` and `two streams` are the stable update in
+  these modes (two passes and two streams only up to 8 rows; in older tables two streams have a
+  cache of twice the rows). `compiled` has a static cache and is compiled, and on a GPU a CUDA
   graph.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph.

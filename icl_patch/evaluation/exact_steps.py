@@ -15,7 +15,6 @@ from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass
 from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.generation.plans import StepPlans
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.layers.device_hooks import is_aligned
@@ -84,7 +83,7 @@ def one_pass_replays(
     if run.keep_last:
         return "several kept tokens take two passes"
     try:
-        plan = plans.of(DecodeMode.SHARED_CACHE)
+        plan = plans.choose(one_pass=True)
     except UnsupportedModelError as error:
         return str(error)
     width, steps = run.ids.shape[1], run.tokens.shape[1]

@@ -11,8 +11,9 @@ from transformers import Cache
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_step import DecodeState
-from icl_patch.generation.one_pass import DecodeStep, RunStep, StepInputs, StepOutput
+from icl_patch.generation.one_pass import DecodeStep, RunStep, StepOutput
 from icl_patch.generation.plans import StepPlans
+from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models import kv_cache
@@ -123,7 +124,7 @@ def _filled_cache(state: DecodeState) -> Cache:
     if state.inputs.length:
         return state.inputs.cache
     model = state.attached.model
-    cache, one = kv_cache.new_cache(model), torch.zeros_like(state.inputs.current)
+    cache, one = kv_cache.new_cache(model), torch.zeros_like(state.ids[:, :1])
     forward_passes.run(model, one, torch.ones_like(one), one, cache, longest=1, last_logits=1)
     return cache
 
@@ -152,6 +153,9 @@ def check_compilable(attached: AttachedModel, compilers: Collection[str]) -> Non
         ),
         "exact steps with experts as a CUDA graph: the host reads how many rows one has": (
             captured and exact and any(block.experts for block in blocks)
+        ),
+        "exact steps of blocks that go on from their sum, which a tensor of another type reports": (
+            exact and any(block.spec.continues_after_sum for block in blocks)
         ),
         f"{device}: a CUDA graph needs a CUDA device": captured and device.type != "cuda",
         "weights made in inference mode": any(x.is_inference() for x in model.parameters()),

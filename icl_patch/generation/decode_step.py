@@ -20,9 +20,9 @@ from icl_patch.generation.one_pass import (
     DecodeStep,
     OnePass,
     RunStep,
-    StepInputs,
     StepOutput,
 )
+from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.layers.attachment import as_pass
 from icl_patch.models import kv_cache
@@ -55,8 +55,8 @@ class DecodeState:
             hold tokens.
         live: (B, 1) bool, the rows that still generate. The others get no patch.
         fingerprint: of the weights at the start.
-        fill: runs the model on a head; returns a new cache with the rows of a step. None unless
-            the rotary factors change at some length (LongRoPE).
+        fill: runs the model on a head; returns a new cache. None unless the rotary factors change
+            at some length (LongRoPE).
         media: positions of the context with its images (M-RoPE).
     """
 
@@ -142,15 +142,13 @@ def prefill(
 
     def fill(head: Sequences) -> Cache:
         cache = attached.prefill(head, **over_columns(model_inputs, head.head_ids.shape[1]))
-        if mode is DecodeMode.TWO_STREAM:
-            kv_cache.stack_cache(cache, batch)
         if reserve:
             kv_cache.reserve(cache, capacity)
         return cache
 
     cache = fill(sequences)
-    streams = 2 if mode is DecodeMode.TWO_STREAM else 1
-    past, first = (x.repeat(streams, 1) for x in (context_mask, sequences.positions[:, -1:]))
+    rows = 1 if plan is None else plan.layout.rows
+    past, first = (x.repeat(rows, 1) for x in (context_mask, sequences.positions[:, -1:]))
     past = past[:, :-1].long()
     inputs = StepInputs(
         current=torch.zeros_like(first),

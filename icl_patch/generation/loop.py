@@ -256,7 +256,7 @@ def _loop(
                 check_compilable(attached, compilers)
             state = prefill(
                 attached,
-                plans.choose(mode, compile=len(compilers) > 0),
+                plans.choose(mode, one_pass=len(compilers) > 0),
                 ids,
                 mask,
                 capacity,

@@ -3,22 +3,22 @@
 Shapes: B rows, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
-from transformers import Cache
 
 from icl_patch.generation.fused_modules import fused_modules
-from icl_patch.generation.shared_cache import SharedCacheStreams, attending
+from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.generation.step_inputs import StepInputs
+from icl_patch.generation.two_streams import TwoStreams
 from icl_patch.invariance.arithmetic import InvariantModules
-from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import inputs
 from icl_patch.models.forward_override import (
     Forward,
@@ -44,46 +44,10 @@ class DecodeMode(Enum):
 
     # the unmodified model, then the current token alone in the shapes of its replay
     TWO_PASS = "two_pass"
-    # one pass of 2B rows over a cache of 2B rows
+    # one pass of 2B rows over a cache of the B rows with the context
     TWO_STREAM = "two_stream"
-    # one pass over a cache of B rows; 2B rows from the attention's output to the block's end
+    # the same cache; 2B rows from the attention's output to the block's end only
     SHARED_CACHE = "shared_cache"
-
-
-@dataclass(eq=False)
-class StepInputs:
-    """The tensors that a step reads: which token it is and where it stands. They keep their
-    addresses, so a compiled step can run again.
-
-    Attributes:
-        current, positions: (rows, 1) int64, the current token and its position; B rows, or 2B with
-            two streams in the cache.
-        mask: (rows, capacity) int64, 1 = token.
-        cache: all tokens but the current one.
-        slot: (1,) int64, the current token's column in a fixed cache; None for a dynamic one.
-        length: the number of tokens including the current one.
-    """
-
-    current: Tensor
-    positions: Tensor
-    mask: Tensor
-    cache: Cache
-    slot: Tensor | None
-    length: int
-
-    def advance(self, token_ids: Tensor) -> None:
-        """Make ``token_ids`` (B,) the current token, without waiting for the device."""
-        self.current.copy_(token_ids.repeat(len(self.current) // len(token_ids)).unsqueeze(1))
-        self.positions += 1
-        self.mask[:, self.length] = 1
-        self.length += 1
-        if self.slot is not None:
-            self.slot += 1
-
-    @property
-    def visible(self) -> Tensor:
-        """The mask over the columns of the cache, including the current token's."""
-        return self.mask if self.slot is not None else self.mask[:, : self.length]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,24 +82,29 @@ class OnePass:
 
     Args:
         attached: the model.
-        mode: two streams in the cache, or a shared one.
+        mode: of one pass.
+        unrounded: whether the sum of the terms that a parallel block adds to its writer's output is
+            not rounded before that; of exact steps.
 
     Attributes:
-        shared: how both streams share one cache; None if each has its own rows in it.
+        layout: where the rows of both streams are, and which of the model's forwards change.
         fused: the norms and gated MLPs that run as single operations; none for an exact update,
             whose replay has to run the same modules.
 
     Raises:
-        UnsupportedModelError: the blocks do not allow a shared cache.
+        UnsupportedModelError: the blocks do not allow the mode.
     """
 
-    def __init__(self, attached: AttachedModel, mode: DecodeMode) -> None:
+    def __init__(
+        self, attached: AttachedModel, mode: DecodeMode, *, unrounded: bool = False
+    ) -> None:
         self.attached, self.mode, self.exact = attached, mode, attached.update == "exact"
+        self.unrounded = unrounded
         model, blocks = attached.model, attached.blocks
-        self.shared = (
+        self.layout = (
             SharedCacheStreams(model, blocks, context_only=self.exact)
             if mode is DecodeMode.SHARED_CACHE
-            else None
+            else TwoStreams(model, blocks, context_only=self.exact)
         )
         self.fused = [] if self.exact else fused_modules(model, blocks)
         # of a block that is its own mixture, the block
@@ -170,7 +139,9 @@ class DecodeStep:
         """Run the current token."""
         attached, step_inputs = self.plan.attached, self.inputs
         model: Any = attached.model
-        kind: Any = ExactDecodeRecorder if self.plan.exact else InexactDecodeRecorder
+        kind: Any = InexactDecodeRecorder
+        if self.plan.exact:
+            kind = partial(ExactDecodeRecorder, unrounded=self.plan.unrounded)
         recorders = [
             kind(
                 block,
@@ -189,7 +160,8 @@ class DecodeStep:
             step_inputs.cache,
             last_logits=1,
         )
-        with recording(recorders), self._attention(), self._overrides, self.plan.arithmetic():
+        active = self.plan.layout.active(step_inputs)
+        with recording(recorders), active, self._overrides, self.plan.arithmetic():
             logits = model(**model_inputs).logits[-self.batch :, -1]
         misses = close_loops(recorders) if self.plan.exact else None
         factors = [recorder.factors for recorder in recorders]
@@ -199,27 +171,15 @@ class DecodeStep:
             flag, activations = flag | misses.any(), [recorder.context for recorder in recorders]
         return StepOutput(logits, flag, factors, notes, misses=misses, activations=activations)
 
-    @contextmanager
-    def _attention(self) -> Iterator[None]:
-        """Within this context the rows without the context attend to the current token alone."""
-        shared, model = self.plan.shared, self.plan.attached.model
-        if shared is not None:
-            with shared.active(self.inputs.slot):
-                yield
-        else:
-            visibility = OneToken(self.inputs.mask, batch=self.batch)
-            with restricted_attention(model, visibility), attending(lambda *_: None):
-                yield
-
     @cached_property
     def _overrides(self) -> ForwardOverrides:
         """All replaced forwards, each module's once."""
-        attached, shared = self.plan.attached, self.plan.shared
+        attached = self.plan.attached
         linears = plain_linears(attached.model, attached.block_specs)
         forwards: dict[nn.Module, Forward] = {x: linear_forward(x) for x in linears}
         forwards |= {found.module: found for found in self._fused}
-        # the attention's output projections among them, on both streams of a shared cache
-        forwards |= {} if shared is None else dict(shared.forwards)
+        # the attention's output projections among them, with a shared cache
+        forwards |= self.plan.layout.forwards
         return ForwardOverrides([*forwards.items(), *self._head()])
 
     @cached_property

@@ -96,6 +96,11 @@ class BlockSpec:
         """Whether the MLP stands beside the attention and does not read its output."""
         return len(self.residual) > 1
 
+    @property
+    def ends_in_its_sum(self) -> bool:
+        """Whether the block's output is its sum."""
+        return self.final_norm is None and not self.continues_after_sum
+
     def experts_write(self, update: str) -> bool:
         """Whether the output matrices or biases of the active experts change."""
         inside = self.writer is Writer.SCALE and self.down is None and update != "direct"

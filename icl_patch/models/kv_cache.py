@@ -1,6 +1,4 @@
-"""Key-value caches: new ones, the rows of both streams, room for later tokens, the fixed buffers of
-a compiled step.
-"""
+"""Key-value caches: new ones, room for later tokens, the fixed buffers of a compiled step."""
 
 import sys
 from typing import Any
@@ -24,11 +22,6 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     mark_elsewhere(model, cache)
     return cache
-
-
-def stack_cache(cache: Cache, batch: int) -> None:
-    """Repeat the B rows of a dynamic cache as both streams of a cache of 2B rows, in place."""
-    cache.batch_select_indices(torch.arange(2 * batch) % batch)
 
 
 def append_empty(cache: Cache, start: int, count: int) -> None:

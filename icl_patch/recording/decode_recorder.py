@@ -10,6 +10,7 @@ the same bits, and only one of them continues.
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -191,7 +192,13 @@ class InexactDecodeRecorder(DecodeRecorder):
 
 
 class ExactDecodeRecorder(DecodeRecorder):
-    """The recorder of an exact step: :func:`close_loops` chooses the factor after the pass."""
+    """The recorder of an exact step: :func:`close_loops` chooses the factor after the pass.
+
+    Args:
+        unrounded: whether a parallel block adds its writer's output to one of its other terms
+            before they are added to each other.
+        arguments, options: those of :class:`DecodeRecorder`.
+    """
 
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
@@ -200,12 +207,16 @@ class ExactDecodeRecorder(DecodeRecorder):
     waiting: tuple[PatchedLinear, Tensor, Tensor, Tensor] | None = None
     _stream: Tensor | None = None
 
+    def __init__(self, *arguments: Any, unrounded: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._unrounded = unrounded and self.spec.parallel
+
     def hook(self, stack: ExitStack) -> None:
         """See the residual stream, the block's sum, and what a mixture adds beside its writer."""
-        if self.spec.final_norm is None:  # the block's forward returns the context stream alone
+        if self.spec.ends_in_its_sum:  # the block's forward reports it
             self.block.on_sum = self.on_end
         else:
-            self.block.hook_end(stack, self.on_end, first=True)
+            self.block.hook_end(stack, self.on_inner_sum, first=True)
         if self.block.mixture is not None:
             self.block.hook(stack, self.block.mixture.register_forward_hook, self.on_mixture)
         self.block.hook_residual(stack, self.on_residual)
@@ -259,13 +270,22 @@ class ExactDecodeRecorder(DecodeRecorder):
         with_context = layer.base_layer(self.split(x)[0])
         return self.join(with_context, torch.zeros_like(with_context), x)
 
+    def on_inner_sum(self, total: Tensor) -> Tensor:
+        """:meth:`on_end`; the context's sum for both streams."""
+        self.on_end(total)
+        context = self.context.output
+        assert context is not None
+        return torch.cat([context, context]).reshape(total.shape)
+
     def on_end(self, total: Tensor) -> None:
         """Take the block's sum of both streams: the target, and the residual."""
         self.context.output, self.residual = self.split(total)
-        if self._beside is not None and self.spec.writer is not Writer.SCALE:
-            # two terms, whose sum the model has rounded; their replay adds them in fp64
-            hidden = sum(part.double() for _, part in self._residuals)
-            self.residual = hidden + self.spec.residual_multiplier * self._beside.double()
+        beside = self._beside if self.spec.writer is not Writer.SCALE else None
+        if beside is not None or self._unrounded:
+            # the model has rounded the sum of these terms; their replay adds them in fp64
+            self.residual = reduce(torch.add, [part.double() for _, part in self._residuals])
+        if beside is not None:
+            self.residual = self.residual + self.spec.residual_multiplier * beside.double()
 
 
 def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:

@@ -30,11 +30,21 @@ FAMILIES = (
 # The norms of the first four and a Conv1D in every dtype; in fp32 and fp16 the others, which differ
 # in no arithmetic of their own, run with the stress tests.
 CASES = [
-    pytest.param(family, dtype, marks=[] if own or dtype == torch.bfloat16 else pytest.mark.stress)
+    pytest.param(
+        family,
+        dtype,
+        "shared_cache",
+        marks=[] if own or dtype == torch.bfloat16 else pytest.mark.stress,
+    )
     for family in FAMILIES
     for own in [family in FAMILIES[:4]]
     for dtype in DTYPES
 ]
+# Blocks beside their attention, whose terms are added in two orders, or that go on from their sum.
+TWO_STREAMS = [("llama", torch.float32), ("cohere", torch.bfloat16), ("gpt_neox", torch.float32)]
+TWO_STREAMS += [("gpt_neox", torch.bfloat16), ("phi", torch.float16), ("gemma4", torch.bfloat16)]
+TWO_STREAMS += [("opt-post-norm", torch.float32)]
+CASES += [pytest.param(*case, "two_stream") for case in TWO_STREAMS]
 IDS, MASK = tokens(3, 3, 11), ragged(3, 11, side="left")
 
 
@@ -53,16 +63,16 @@ def batch_invariant_logits(
     return own_steps(model, ids, MASK, len(chosen), chosen, around)
 
 
-@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
-def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("family", "dtype", "mode"), CASES, ids=str)
+def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype, mode: str) -> None:
     """On weights with the features of trained ones."""
     model, features = realistic_weights.build(family, 1, dtype)
     ids = features.mark({"context_ids": IDS, "context_mask": MASK})["context_ids"]
     with ContextPatcher(model) as patcher:
-        steps = list(steps_of(patcher, 3, ids, mode="shared_cache"))
+        steps = list(steps_of(patcher, 3, ids, mode=mode))
         for step in steps:
             patch = step.patch
-            assert (step.mode, patch.passes) == ("shared_cache", 1)
+            assert (step.mode, patch.passes) == (mode, 1)
             assert patch.info.arithmetic == BATCH_INVARIANT
             assert patch.report is not None and not patch.report.misses.any()
             assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
@@ -140,7 +150,7 @@ def test_a_row_replays_alike_in_any_batch() -> None:
             assert torch.equal(patcher.forward(part.kept_ids, part)[:, -1], step.logits[rows])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_moe", "gpt_neox", "gemma4"])
 def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block's factor is spoilt: the blocks are closed again, and the replay is right."""
     with ContextPatcher(shallow(family)) as patcher:
@@ -161,10 +171,11 @@ def test_where_it_does_not_go() -> None:
             steps_of(patcher, mode="shared_cache")
         (step,) = steps_of(patcher, 1)
         assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
+    refusal = pytest.raises(UnsupportedModelError, match="its attention is none of transformers'")
+    with ContextPatcher(tiny_models.build("bloom")) as patcher, refusal:
+        steps_of(patcher, mode="two_stream")
     model = build("llama")
     with ContextPatcher(model) as patcher:
-        with pytest.raises(ValueError, match="got 'two_stream'"):
-            steps_of(patcher, mode="two_stream")
         hook = model.lm_head.register_forward_hook(lambda *_: None)
         with pytest.raises(UnsupportedModelError, match="forward hooks"):
             steps_of(patcher, mode="shared_cache")

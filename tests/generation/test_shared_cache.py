@@ -1,5 +1,5 @@
-"""Both streams over one cache: which models, what is refused, what it costs, and that a wrong
-stream would be noticed.
+"""Both streams over the cache of one: which models, what is refused, what it costs, and that a
+wrong stream would be noticed.
 """
 
 import gc
@@ -18,6 +18,7 @@ from icl_patch.errors import SlowerStepsWarning
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.generation.two_streams import TwoStreams
 
 COVERED = ("gemma3", "glm4", "olmo3", "mistral", "qwen3", "phi3", "granite", "gpt2", "llama-bias")
 COVERED += ("gpt_neox-sequential", "opt-post-norm")
@@ -33,7 +34,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("family", COVERED)
 def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
-    """Against the replay without context, the stacked streams and the untouched model."""
+    """Against the replay without context, rows of both streams and the untouched model."""
     model, ids, mask = shallow(family, 1), tokens(3, 3, 11), ragged(3, 11, side="left")
     with torch.no_grad():
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
@@ -42,7 +43,7 @@ def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
     with ContextPatcher(model, "stable") as patcher:
         arguments: dict = {"context_mask": mask, "max_new_tokens": 4, "eos_token_id": None}
         fast = list(patcher.generate(ids, mode="shared_cache", **arguments))
-        two = list(patcher.generate(ids, **arguments))
+        two = list(patcher.generate(ids, mode="two_stream", **arguments))
         limits = [replay_limit(patcher, step.patch) for step in fast]
         errors = [replay_error(patcher, step).max() for step in fast]
         works(patcher)
@@ -91,22 +92,21 @@ def test_the_trial_notices_a_wrong_stream(
     """The reduced logits are the context's whatever the reduced rows see: the writers absorb it.
     The replay tells. One fault begins in two of the trial's six replays, of the longest context.
     """
-    alone = SharedCacheStreams._alone
+    attend = SharedCacheStreams._attend
 
-    def wrong(self: Any, made: Any, query: Any, value: Any) -> None:
+    def wrong(self: Any, run: Any, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+        made = attend(self, run, query, key, value, mask)
         groups = query.shape[1] // value.shape[1]
-        if fault == "later":
-            alone(self, made, query, value)
-            self._reduced = self._reduced * (3 if value.shape[2] >= 9 else 1)
-            return
         context = value.mean(2, keepdim=True).repeat_interleave(groups, 1).reshape(made.shape)
         self._reduced = {
             "sees the context": context,
             "sees nothing": torch.zeros_like(made),
             "one stream twice": made.clone(),
+            "later": self._reduced * (3 if value.shape[2] >= 9 else 1),
         }[fault]
+        return made
 
-    monkeypatch.setattr(SharedCacheStreams, "_alone", wrong)
+    monkeypatch.setattr(SharedCacheStreams, "_attend", wrong)
     model = shallow(family)
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
@@ -114,6 +114,22 @@ def test_the_trial_notices_a_wrong_stream(
             with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
                 patcher.plans.of(DecodeMode.SHARED_CACHE)
     before.check(model)
+
+
+@pytest.mark.parametrize("update", ["stable", "exact"])
+def test_the_trial_notices_rows_of_one_stream_twice(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = TwoStreams._attend
+
+    def wrong(*inputs: Any) -> torch.Tensor:
+        context, _ = attend(*inputs).chunk(2)
+        return torch.cat([context, context])
+
+    monkeypatch.setattr(TwoStreams, "_attend", wrong)
+    refusal = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
+    with ContextPatcher(shallow("cohere"), update) as patcher, refusal:
+        patcher.plans.of(DecodeMode.TWO_STREAM)
 
 
 def test_something_between_attention_and_its_projection_is_refused() -> None:
@@ -134,7 +150,8 @@ def held() -> int:
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
-def test_memory_beyond_the_model_and_one_cache() -> None:
+@pytest.mark.parametrize("mode", [DecodeMode.SHARED_CACHE, DecodeMode.TWO_STREAM])
+def test_memory_beyond_the_model_and_one_cache(mode: DecodeMode) -> None:
     """Between steps, with the last step's factors alive: at most 1 % of the model, and a cache of B
     rows.
     """
@@ -142,9 +159,9 @@ def test_memory_beyond_the_model_and_one_cache() -> None:
     model, ids = build("llama", 0, num_hidden_layers=2, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
-        patcher.plans.of(DecodeMode.SHARED_CACHE)
+        patcher.plans.of(mode)
         before = held()
-        state = prefilled(patcher, ids, torch.ones_like(ids).bool(), 43, DecodeMode.SHARED_CACHE)
+        state = prefilled(patcher, ids, torch.ones_like(ids).bool(), 43, mode)
         for column in (-1, -2, -3):
             decoded = decode_one_token(state, ids[:, column])
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.inputs.cache.layers)

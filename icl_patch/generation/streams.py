@@ -1,0 +1,89 @@
+"""What a step of one pass changes in the model's modules, however it lays out its rows."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from icl_patch.invariance.functions import one_token_attention
+from icl_patch.models.attention_mask import TableOverride
+from icl_patch.models.forward_override import Forward
+from icl_patch.recording.attached_block import AttachedBlock
+
+IMPLEMENTATION = "sdpa"
+_FURTHER = ("position_bias", "softcap", "cache", "s_aux")  # inputs of an attention beyond the usual
+
+# Called with an attention, run(query, key, value, mask), and its inputs; gives the output (B, T, H,
+# D).
+Attend = Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor, Tensor | None], Tensor]
+_attend: ContextVar[Attend | None] = ContextVar("icl_patch_attend", default=None)
+
+
+def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if (attend := _attend.get()) is None:
+            return original(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        usual = not any(kwargs.get(name) is not None for name in _FURTHER)
+
+        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            y = one_token_attention(query, key, value, mask, dropout, scaling) if usual else None
+            if y is not None:
+                return y.transpose(1, 2)
+            output: Tensor
+            output, _ = original(module, query, key, value, mask, dropout, scaling, **kwargs)
+            return output
+
+        return attend(run, query, key, value, attention_mask), None
+
+    return attention
+
+
+_override = TableOverride(ALL_ATTENTION_FUNCTIONS, IMPLEMENTATION, _interposed)
+
+
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Within this context ``attend(run, query, key, value, mask)`` gives the output of each of the
+    model's attentions. ``run`` is that attention, in our kernel for one token a row where it serves
+    it.
+    """
+    token = _attend.set(attend)
+    try:
+        with _override():
+            yield
+    finally:
+        _attend.reset(token)
+
+
+def own_value(query: Tensor, value: Tensor) -> Tensor:
+    """What a token (B, ·) that attends to itself alone gets, (B, G, H/G, D), from its query (B, H,
+    1, ·) and value (B, G, 1, D): the value, because the softmax of one number is 1.
+    """
+    return value.expand(-1, -1, query.shape[1] // value.shape[1], -1)
+
+
+def ending(block: AttachedBlock, hand_on: Callable[[Tensor], Tensor]) -> Forward:
+    """A block's forward that reports its sum and hands on ``hand_on(sum)``."""
+    original = block.module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        total = out[0] if isinstance(out, tuple) else out
+        if block.on_sum is not None:
+            block.on_sum(total)
+        total = hand_on(total)
+        return (total, *out[1:]) if isinstance(out, tuple) else total
+
+    return forward

@@ -1,0 +1,153 @@
+"""Both streams of one token as 2B rows over a cache of B rows: that of the rows with the context.
+
+The cache takes the keys and values of the rows with the context. A reduced row attends to the
+current token alone, and needs none but its own value.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.generation.step_inputs import StepInputs
+from icl_patch.generation.streams import IMPLEMENTATION, attending, ending, own_value
+from icl_patch.layers.device_hooks import input_device
+from icl_patch.models import kv_cache
+from icl_patch.models.attention_mask import OneToken, restricted_attention
+from icl_patch.models.forward import call
+from icl_patch.models.forward_override import Forward
+from icl_patch.recording.attached_block import AttachedBlock
+
+
+class TwoStreams:
+    """How a model runs both streams as rows of one batch, (2B, 1, ·), those with the context first.
+
+    An attention of transformers' table runs on the rows with the context. Other attention code gets
+    a copy of the cache for the reduced rows, and the mask hides the context from them.
+
+    Args:
+        model: the attached model. blocks: its blocks.
+        context_only: whether a block hands on the sum of the rows with the context to both streams,
+            as an exact step does, whose factors are chosen later.
+
+    Raises:
+        UnsupportedModelError: ``context_only``, and the model has other attention code.
+
+    Attributes:
+        rows: how many rows a step has for one of the cache.
+        forwards: the forwards that modules have in a step.
+    """
+
+    rows = 2
+
+    def __init__(
+        self, model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, context_only: bool
+    ) -> None:
+        self._model, self._apart = model, _attends_alone(model)
+        if context_only and not self._apart:
+            raise UnsupportedModelError(
+                f"mode='two_stream' does not cover exact steps of {type(model).__name__}: its"
+                f" attention is none of transformers' {IMPLEMENTATION!r} on what the cache holds"
+            )
+        # by the values that the cache hands out, which they keep alive
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        self.forwards: dict[nn.Module, Forward] = {}
+        if context_only:
+            self.forwards = {
+                block.module: ending(block, lambda total: total[: len(total) // 2].repeat(2, 1, 1))
+                for block in blocks
+                if block.spec.ends_in_its_sum
+            }
+
+    @contextmanager
+    def active(self, step_inputs: StepInputs) -> Iterator[None]:
+        """Within this context, and with :attr:`forwards`, a pass over one token in 2B rows gives
+        both streams' logits.
+        """
+        names, batch = vars(step_inputs.cache), len(step_inputs.current) // 2
+        update, slot = step_inputs.cache.update, step_inputs.slot
+        names["update"] = partial(self._update, update, slot)
+        visibility = OneToken(step_inputs.mask, batch=batch)
+        try:
+            with (
+                attending(self._attend)
+                if self._apart
+                else restricted_attention(self._model, visibility)
+            ):
+                yield
+        finally:
+            names.pop("update", None)
+            self._own.clear()
+
+    def _update(
+        self,
+        update: Callable[..., Any],
+        slot: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """The cache's ``update`` with the first half of the rows."""
+        batch = len(key) // 2
+        keys, values = update(key[:batch], value[:batch], *args, **kwargs)
+        if self._apart:
+            self._own[id(values)] = values, value[batch:]
+            return keys, values
+        return _twice(keys, key[batch:], slot), _twice(values, value[batch:], slot)
+
+    def _attend(
+        self,
+        run: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """The attention of the rows with the context, and the reduced rows' own values."""
+        _, own = self._own[id(value)]
+        context, reduced = query.split(len(own))
+        y = run(context, key, value, mask if mask is None else mask[: len(context)])
+        return torch.cat([y, own_value(reduced, own).reshape(y.shape).to(y.dtype)])
+
+
+def _attends_alone(model: PreTrainedModel) -> bool:
+    """Whether the model's attentions are those of transformers' table, read what the cache hands
+    out, as it is, and give a lone token its own value; found in a pass over one token.
+    """
+    cache, alone = kv_cache.new_cache(model), list[bool]()
+    update, handed, read = cache.update, dict[int, Tensor](), set[int]()
+
+    def observed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = update(*args, **kwargs)
+        handed[id(values)] = values
+        return keys, values
+
+    def attend(
+        run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        y = run(query, key, value, mask)
+        read.add(id(value))
+        alone.append(torch.equal(y, own_value(query, value).reshape(y.shape)))
+        return y
+
+    vars(cache)["update"] = observed
+    token = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    with attending(attend):
+        call(model, token, torch.ones_like(token), token, cache)
+    return all(alone) and read == handed.keys()
+
+
+def _twice(held: Tensor, own: Tensor, slot: Tensor | None) -> Tensor:
+    """What a cache holds, (B, ..., S, ·), for both streams, the reduced rows with their own current
+    token (B, ..., 1, ·).
+    """
+    rows = torch.cat([held, held])
+    place = torch.tensor([held.shape[-2] - 1], device=held.device) if slot is None else slot
+    rows[len(held) :].index_copy_(-2, place, own.to(held.dtype))  # autocast may give it another one
+    return rows
