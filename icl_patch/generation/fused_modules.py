@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from icl_patch import metrics, ops
 from icl_patch.activations import ACTIVATIONS
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
 from icl_patch.layers.linear import LINEAR, PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule, like_rows_of, rows_of, untouched
 from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norm_form
@@ -45,13 +46,20 @@ class FusedModule:
 
 
 @torch.no_grad()
-def fused_modules(model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> list[FusedModule]:
+def fused_modules(
+    model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, exact: bool
+) -> list[FusedModule]:
     """The norms and gated MLPs of an attached model that our ops can run.
 
     Args:
         model: the model. blocks: its blocks, with their patched modules off.
+        exact: whether the ops must have the modules' bits in the batch-invariant arithmetic,
+            because a replay runs the modules. Norms sum in another order.
     """
-    found = [*_norms_before(blocks), *_gated(blocks)]
+    if exact:
+        with running_in(BATCH_INVARIANT):
+            return list(_gated(blocks, 0))
+    found = [*_norms_before(blocks), *_gated(blocks, _ROUNDINGS)]
     seen = {fused.module for fused in found}
     for module in model.modules():
         if module not in seen and (norm := _rms_norm(module)) is not None:
@@ -111,8 +119,10 @@ def _pair(norm: PatchedRMSNorm, module: Any, block: AttachedBlock) -> Callable[[
     return run
 
 
-def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[FusedModule]:
-    """MLPs ``down(act(gate(x)) ⊙ up(x))``; gate and up may be the halves of one matrix."""
+def _gated(blocks: Sequence[AttachedBlock], roundings: int) -> Iterator[FusedModule]:
+    """MLPs ``down(act(gate(x)) ⊙ up(x))``; gate and up may be the halves of one matrix. Their
+    outputs may differ by so many roundings.
+    """
     for block in blocks:
         parent = str(block.spec.down).rpartition(".")[0]
         if block.down is None or block.experts is not None or not parent:
@@ -128,7 +138,7 @@ def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[FusedModule]:
         x = _trial(_width(readers[0]), next(module.parameters()))
         for order in (1, -1):  # whether the gate is the first or the second reader or half
             run = _gated_product(readers, block.down, activation, order)
-            if _same(run, module, x):
+            if _same(run, module, x, roundings):
                 yield FusedModule(module, run)
 
 
@@ -178,8 +188,8 @@ def _trial(width: int, like: Tensor, *scales: float) -> Tensor:
     return torch.cat([scale * rows for scale in (*_SCALES, *scales)]).to(like.device, like.dtype)
 
 
-def _same(fused: Forward, module: nn.Module, x: Tensor) -> bool:
-    """Whether both give the same output up to rounding; rows that overflow are left out."""
+def _same(fused: Forward, module: nn.Module, x: Tensor, roundings: int) -> bool:
+    """Whether both give the same output up to so many roundings; rows that overflow are left out."""
     try:
         output, expected = fused(x), module(x)
     except Exception:  # the module's own code takes other inputs
@@ -191,5 +201,5 @@ def _same(fused: Forward, module: nn.Module, x: Tensor) -> bool:
     ):
         return False
     finite = expected.isfinite().all(-1)
-    near = metrics.linf(output[finite], expected[finite]) <= _ROUNDINGS * torch.finfo(x.dtype).eps
+    near = metrics.linf(output[finite], expected[finite]) <= roundings * torch.finfo(x.dtype).eps
     return bool(near.all()) and len(near) >= len(x) // len(_SCALES)

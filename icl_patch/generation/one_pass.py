@@ -88,8 +88,7 @@ class OnePass:
 
     Attributes:
         layout: where the rows of both streams are, and which of the model's forwards change.
-        fused: the norms and gated MLPs that run as single operations; none for an exact update,
-            whose replay has to run the same modules.
+        fused: the norms and gated MLPs that run as single operations.
 
     Raises:
         UnsupportedModelError: the blocks do not allow the mode.
@@ -106,7 +105,7 @@ class OnePass:
             if mode is DecodeMode.SHARED_CACHE
             else TwoStreams(model, blocks, context_only=self.exact)
         )
-        self.fused = [] if self.exact else fused_modules(model, blocks)
+        self.fused = fused_modules(model, blocks, exact=self.exact)
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
         # an exact step runs in the batch-invariant arithmetic, in which both streams round alike

@@ -22,6 +22,7 @@ from icl_patch.generation import traced_step
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.fused_modules import FusedModule, fused_modules
 from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
 
 LAYERS = 4
 # Of a block: norms, norms that tell the recorder, gated products; and the model's last norm.
@@ -36,8 +37,8 @@ def kind(fused: FusedModule) -> str:
     return "norm" if hasattr(fused.module, "weight") else "gated"
 
 
-def found(patcher: ContextPatcher) -> list[FusedModule]:
-    return fused_modules(patcher.model, patcher.attached_model.blocks)
+def found(patcher: ContextPatcher, exact: bool = False) -> list[FusedModule]:
+    return fused_modules(patcher.model, patcher.attached_model.blocks, exact=exact)
 
 
 def count_of(norms: int, before: int, gated: int) -> Counter:
@@ -66,6 +67,11 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
             made, expected = fused(x), fused.module(x)
             assert made.dtype == expected.dtype
             assert metrics.linf(made, expected).max() <= ROUNDINGS[dtype] * UNIT[dtype]
+        with running_in(BATCH_INVARIANT):
+            exact = found(patcher, exact=True)
+            assert Counter(map(kind, exact)) == Counter({"gated": LAYERS * gated})
+            x = 3 * normal(seeded(4), 5, 1, 32, dtype=dtype)
+            assert all(torch.equal(fused(x), fused.module(x)) for fused in exact)
 
 
 class _Counted(TorchDispatchMode):
