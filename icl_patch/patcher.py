@@ -387,8 +387,9 @@ class ContextPatcher:
                 functions in its steps (:func:`icl_patch.batch_invariant` without its attention of
                 several tokens), which is as near to the model in fp32.
                 ``"auto"``: the fastest of these that serves the update and the model. Mixtures of
-                experts in bf16 and fp16 take two streams, because replays of a shared cache may
-                choose other experts there. ``GenerationStep.mode`` says how a step ran.
+                experts in bf16 and fp16 take two streams unless the update is exact, because
+                replays of a shared cache may choose other experts there. ``GenerationStep.mode``
+                says how a step ran.
             compile: ``"inductor"`` (or True): trace the step once and compile it, which takes
                 seconds to minutes at the first token. ``"cuda_graph"``: capture it as a CUDA
                 graph; a step's patch must then be read before the next step.

@@ -189,7 +189,7 @@ def _trial(width: int, like: Tensor, *scales: float) -> Tensor:
 
 
 def _same(fused: Forward, module: nn.Module, x: Tensor, roundings: int) -> bool:
-    """Whether both give the same output up to so many roundings; rows that overflow are left out."""
+    """Whether both give the same output up to so many roundings, in rows that do not overflow."""
     try:
         output, expected = fused(x), module(x)
     except Exception:  # the module's own code takes other inputs

@@ -83,8 +83,8 @@ class OnePass:
     Args:
         attached: the model.
         mode: of one pass.
-        unrounded: whether the sum of the terms that a parallel block adds to its writer's output is
-            not rounded before that; of exact steps.
+        writer_first: whether a parallel block adds its writer's output to one of its other terms
+            before it adds these to each other, which rounds their sum; of exact steps.
 
     Attributes:
         layout: where the rows of both streams are, and which of the model's forwards change.
@@ -95,15 +95,15 @@ class OnePass:
     """
 
     def __init__(
-        self, attached: AttachedModel, mode: DecodeMode, *, unrounded: bool = False
+        self, attached: AttachedModel, mode: DecodeMode, *, writer_first: bool = False
     ) -> None:
         self.attached, self.mode, self.exact = attached, mode, attached.update == "exact"
-        self.unrounded = unrounded
+        self.writer_first = writer_first
         model, blocks = attached.model, attached.blocks
         self.layout = (
-            SharedCacheStreams(model, blocks, context_only=self.exact)
+            SharedCacheStreams(model, blocks, exact=self.exact)
             if mode is DecodeMode.SHARED_CACHE
-            else TwoStreams(model, blocks, context_only=self.exact)
+            else TwoStreams(model, blocks, exact=self.exact)
         )
         self.fused = fused_modules(model, blocks, exact=self.exact)
         # of a block that is its own mixture, the block
@@ -140,7 +140,7 @@ class DecodeStep:
         model: Any = attached.model
         kind: Any = InexactDecodeRecorder
         if self.plan.exact:
-            kind = partial(ExactDecodeRecorder, unrounded=self.plan.unrounded)
+            kind = partial(ExactDecodeRecorder, writer_first=self.plan.writer_first)
         recorders = [
             kind(
                 block,

@@ -125,7 +125,9 @@ class StepPlans:
                 f" both streams: there are some on {paths_of(hooked)}"
             )
         attached.ranks.shared(lambda: _check_batch_invariance(attached, mode))
-        key = (mode, *what_runs(attached.model))
+        # a trial tells the orders of a sum apart by what the weights make of its terms
+        weights = attached.weights.fingerprint if self._orders_differ else None
+        key = (mode, weights, *what_runs(attached.model))
         if attached.ranks.any(key not in self._tried):
             try:
                 self._tried[key] = self._try(mode)
@@ -135,20 +137,24 @@ class StepPlans:
             raise UnsupportedModelError(plan)
         return plan
 
+    @property
+    def _orders_differ(self) -> bool:
+        """Whether classes differ in the order of the sums that exact steps have to know."""
+        parallel = any(block.spec.parallel for block in self.attached.block_specs)
+        return parallel and self.attached.update == "exact"
+
     def _try(self, mode: DecodeMode) -> OnePass:
         """A plan of one pass, whose steps on random tokens are their replays."""
         attached, exact = self.attached, self.attached.update == "exact"
         model = attached.model
         uncovered = f"mode={mode.value!r} does not cover {type(model).__name__}"
-        # classes differ in the order in which a parallel block's terms are added
-        parallel = exact and any(block.spec.parallel for block in attached.block_specs)
-        for unrounded in (False, True) if parallel else (False,):
+        for writer_first in (False, True) if self._orders_differ else (False,):
             with attached.attachment.exclusive(), attached.own_rounding():
-                make = partial(OnePass, attached, mode, unrounded=unrounded)
+                make = partial(OnePass, attached, mode, writer_first=writer_first)
                 plan = attached.ranks.shared(make)
                 try:
                     error = _replay_error(plan)
-                except RankError:
+                except (RankError, torch.OutOfMemoryError):
                     raise
                 except Exception as cause:  # also an error of the model's own code
                     # Weights of zero have no patch for these tokens; the user's raise this again

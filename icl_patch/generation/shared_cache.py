@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.generation.streams import IMPLEMENTATION, attending, ending, own_value
+from icl_patch.generation.streams import SDPA, attending, ending, other_attention, own_value
 from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
@@ -41,8 +41,8 @@ class SharedCacheStreams:
 
     Args:
         model: the attached model. blocks: its blocks.
-        context_only: whether the head gets the context stream alone, (B, 1, d), because both have
-            the same bits; else both, (2B, 1, d).
+        exact: whether the head gets the context stream alone, (B, 1, d), because both have the same
+            bits; else both, (2B, 1, d).
 
     Attributes:
         rows: how many rows a step has for one of the cache.
@@ -56,7 +56,7 @@ class SharedCacheStreams:
     rows = 1
 
     def __init__(
-        self, model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, context_only: bool
+        self, model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, exact: bool
     ) -> None:
         if is_aligned(model):
             raise UnsupportedModelError(
@@ -76,7 +76,8 @@ class SharedCacheStreams:
                         f"mode='shared_cache' does not cover {block.block.path}: {reason}"
                     )
         # of the model, which some rank has
-        last = blocks[-1] if is_last(model) and not context_only else None
+        last = blocks[-1] if is_last(model) and not exact else None
+        self._model = model
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
         projections = _output_projections(model, blocks)
@@ -127,7 +128,8 @@ class SharedCacheStreams:
         original = linear_forward(module) if is_plain_linear(module) else module.forward
 
         def forward(x: Tensor) -> Tensor:
-            assert self._reduced is not None
+            if self._reduced is None:
+                raise other_attention(self._model)
             reduced, self._reduced = self._reduced.reshape(x.shape), None
             return original(torch.stack([x, reduced]))
 
@@ -165,7 +167,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
     if len(outputs) != len(blocks):
         raise UnsupportedModelError(
             f"mode='shared_cache' does not cover {type(model).__name__}: its {len(blocks)} blocks"
-            f" call {len(outputs)} attentions of transformers' {IMPLEMENTATION!r}, not one each"
+            f" call {len(outputs)} attentions of transformers' {SDPA!r}, not one each"
         )
     projections = []
     for block, address in zip(blocks, outputs, strict=True):

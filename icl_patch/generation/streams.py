@@ -1,4 +1,6 @@
-"""What a step of one pass changes in the model's modules, however it lays out its rows."""
+"""What both layouts of a step of one pass share: the interposed attention, a lone token's value,
+and the end of a block.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,12 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.functions import one_token_attention
 from icl_patch.models.attention_mask import TableOverride
 from icl_patch.models.forward_override import Forward
 from icl_patch.recording.attached_block import AttachedBlock
 
-IMPLEMENTATION = "sdpa"
+SDPA = "sdpa"
 _FURTHER = ("position_bias", "softcap", "cache", "s_aux")  # inputs of an attention beyond the usual
 
 # Called with an attention, run(query, key, value, mask), and its inputs; gives the output (B, T, H,
@@ -50,7 +53,7 @@ def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-_override = TableOverride(ALL_ATTENTION_FUNCTIONS, IMPLEMENTATION, _interposed)
+_override = TableOverride(ALL_ATTENTION_FUNCTIONS, SDPA, _interposed)
 
 
 @contextmanager
@@ -65,6 +68,14 @@ def attending(attend: Attend) -> Iterator[None]:
             yield
     finally:
         _attend.reset(token)
+
+
+def other_attention(model: nn.Module) -> UnsupportedModelError:
+    """The error of a step whose attention was another one in the trial."""
+    return UnsupportedModelError(
+        f"expected {type(model).__name__} with the attention that it had before the first step, it"
+        " has another one: generate again"
+    )
 
 
 def own_value(query: Tensor, value: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.generation.streams import IMPLEMENTATION, attending, ending, own_value
-from icl_patch.layers.device_hooks import input_device
+from icl_patch.generation.streams import SDPA, attending, ending, other_attention, own_value
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import call
 from icl_patch.models.forward_override import Forward
+from icl_patch.models.language_model import random_tokens
 from icl_patch.recording.attached_block import AttachedBlock
 
 
@@ -32,11 +32,11 @@ class TwoStreams:
 
     Args:
         model: the attached model. blocks: its blocks.
-        context_only: whether a block hands on the sum of the rows with the context to both streams,
-            as an exact step does, whose factors are chosen later.
+        exact: whether both streams get a block's sum of the rows with the context, because the
+            factors that give it to the reduced rows are chosen after the pass.
 
     Raises:
-        UnsupportedModelError: ``context_only``, and the model has other attention code.
+        UnsupportedModelError: ``exact``, and the model has other attention code.
 
     Attributes:
         rows: how many rows a step has for one of the cache.
@@ -46,18 +46,19 @@ class TwoStreams:
     rows = 2
 
     def __init__(
-        self, model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, context_only: bool
+        self, model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, exact: bool
     ) -> None:
-        self._model, self._apart = model, _attends_alone(model)
-        if context_only and not self._apart:
+        self._model, self._in_table = model, _reads_its_cache(model)
+        if exact and not self._in_table:
             raise UnsupportedModelError(
                 f"mode='two_stream' does not cover exact steps of {type(model).__name__}: its"
-                f" attention is none of transformers' {IMPLEMENTATION!r} on what the cache holds"
+                f" attention is none of transformers' {SDPA!r} on what the cache holds"
             )
-        # by the values that the cache hands out, which they keep alive
+        # of the reduced rows, by the values that the cache hands out, which they keep alive
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        self._read: set[int] = set()  # of the values handed out
         self.forwards: dict[nn.Module, Forward] = {}
-        if context_only:
+        if exact:
             self.forwards = {
                 block.module: ending(block, lambda total: total[: len(total) // 2].repeat(2, 1, 1))
                 for block in blocks
@@ -69,20 +70,22 @@ class TwoStreams:
         """Within this context, and with :attr:`forwards`, a pass over one token in 2B rows gives
         both streams' logits.
         """
-        names, batch = vars(step_inputs.cache), len(step_inputs.current) // 2
-        update, slot = step_inputs.cache.update, step_inputs.slot
-        names["update"] = partial(self._update, update, slot)
-        visibility = OneToken(step_inputs.mask, batch=batch)
+        names, update = vars(step_inputs.cache), step_inputs.cache.update
+        alone = OneToken(step_inputs.mask, batch=len(step_inputs.current) // 2)
         try:
+            names["update"] = partial(self._update, update, step_inputs.slot)
             with (
                 attending(self._attend)
-                if self._apart
-                else restricted_attention(self._model, visibility)
+                if self._in_table
+                else restricted_attention(self._model, alone)
             ):
                 yield
+            if self._read != self._own.keys():
+                raise other_attention(self._model)
         finally:
             names.pop("update", None)
             self._own.clear()
+            self._read.clear()
 
     def _update(
         self,
@@ -96,7 +99,7 @@ class TwoStreams:
         """The cache's ``update`` with the first half of the rows."""
         batch = len(key) // 2
         keys, values = update(key[:batch], value[:batch], *args, **kwargs)
-        if self._apart:
+        if self._in_table:
             self._own[id(values)] = values, value[batch:]
             return keys, values
         return _twice(keys, key[batch:], slot), _twice(values, value[batch:], slot)
@@ -110,13 +113,16 @@ class TwoStreams:
         mask: Tensor | None,
     ) -> Tensor:
         """The attention of the rows with the context, and the reduced rows' own values."""
+        if id(value) not in self._own:
+            raise other_attention(self._model)
+        self._read.add(id(value))
         _, own = self._own[id(value)]
         context, reduced = query.split(len(own))
         y = run(context, key, value, mask if mask is None else mask[: len(context)])
         return torch.cat([y, own_value(reduced, own).reshape(y.shape).to(y.dtype)])
 
 
-def _attends_alone(model: PreTrainedModel) -> bool:
+def _reads_its_cache(model: PreTrainedModel) -> bool:
     """Whether the model's attentions are those of transformers' table, read what the cache hands
     out, as it is, and give a lone token its own value; found in a pass over one token.
     """
@@ -137,9 +143,9 @@ def _attends_alone(model: PreTrainedModel) -> bool:
         return y
 
     vars(cache)["update"] = observed
-    token = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    token = random_tokens(model, 1, seed=1)[:1]  # no padding, whose value may be 0
     with attending(attend):
-        call(model, token, torch.ones_like(token), token, cache)
+        call(model, token, torch.ones_like(token), torch.zeros_like(token), cache)
     return all(alone) and read == handed.keys()
 
 

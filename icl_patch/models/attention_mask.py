@@ -90,23 +90,33 @@ class TableOverride:
     ) -> None:
         self._names, self._name, self._made = names, name, wrap(names[name])
         self._before: Any = None
-        self._users, self._lock = 0, threading.Lock()
+        self._users, self._lock = set[object](), threading.Lock()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Within this context the replacement is in force."""
-        with self._lock:
-            if not self._users:
-                self._before = self._names[self._name]
-                self._names[self._name] = self._made
-            self._users += 1
+        user = object()
         try:
+            with self._lock:
+                if not self._users:
+                    self._before = self._names[self._name]
+                    self._names[self._name] = self._made
+                self._users.add(user)
             yield
         finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._names[self._name] = self._before
+            try:
+                self._leave(user)
+            except BaseException:  # an interrupt
+                self._leave(user)
+                raise
+
+    def _leave(self, user: object) -> None:
+        """End one use: it may be called again at any place."""
+        with self._lock:
+            self._users.discard(user)
+            if not self._users and self._before is not None:
+                self._names[self._name] = self._before
+                self._before = None
 
 
 def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:

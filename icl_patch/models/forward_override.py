@@ -92,6 +92,7 @@ def what_runs(model: PreTrainedModel) -> list[Any]:
         *_global_forward_pre_hooks,
         *_global_forward_hooks,
         model.config._attn_implementation,
+        model.config.get_text_config(decoder=True)._attn_implementation,
         model.dtype,
     ]
     for module in model.modules():

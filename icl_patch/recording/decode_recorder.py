@@ -195,8 +195,8 @@ class ExactDecodeRecorder(DecodeRecorder):
     """The recorder of an exact step: :func:`close_loops` chooses the factor after the pass.
 
     Args:
-        unrounded: whether a parallel block adds its writer's output to one of its other terms
-            before they are added to each other.
+        writer_first: whether a parallel block adds its writer's output to one of its other terms
+            before it adds these to each other.
         arguments, options: those of :class:`DecodeRecorder`.
     """
 
@@ -207,9 +207,9 @@ class ExactDecodeRecorder(DecodeRecorder):
     waiting: tuple[PatchedLinear, Tensor, Tensor, Tensor] | None = None
     _stream: Tensor | None = None
 
-    def __init__(self, *arguments: Any, unrounded: bool = False, **options: Any) -> None:
+    def __init__(self, *arguments: Any, writer_first: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._unrounded = unrounded and self.spec.parallel
+        self._writer_first = writer_first and self.spec.parallel
 
     def hook(self, stack: ExitStack) -> None:
         """See the residual stream, the block's sum, and what a mixture adds beside its writer."""
@@ -271,17 +271,18 @@ class ExactDecodeRecorder(DecodeRecorder):
         return self.join(with_context, torch.zeros_like(with_context), x)
 
     def on_inner_sum(self, total: Tensor) -> Tensor:
-        """:meth:`on_end`; the context's sum for both streams."""
+        """:meth:`on_end`. Both streams go on from the context's sum, which the factors that are
+        chosen later will give to the reduced rows.
+        """
         self.on_end(total)
-        context = self.context.output
-        assert context is not None
+        context, _ = self.split(total)
         return torch.cat([context, context]).reshape(total.shape)
 
     def on_end(self, total: Tensor) -> None:
         """Take the block's sum of both streams: the target, and the residual."""
         self.context.output, self.residual = self.split(total)
         beside = self._beside if self.spec.writer is not Writer.SCALE else None
-        if beside is not None or self._unrounded:
+        if beside is not None or self._writer_first:
             # the model has rounded the sum of these terms; their replay adds them in fp64
             self.residual = reduce(torch.add, [part.double() for _, part in self._residuals])
         if beside is not None:

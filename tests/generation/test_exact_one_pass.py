@@ -164,6 +164,21 @@ def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) ->
             assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], other.logits)
 
 
+def test_the_order_of_a_parallel_sum_is_found_again_for_other_weights() -> None:
+    """Where attention writes 0 no order shows."""
+    model = tiny_models.build("phi")
+    weights = [layer.self_attn.dense.weight for layer in model.model.layers]
+    kept = [weight.detach().clone() for weight in weights]
+    with ContextPatcher(model) as patcher:
+        for factor in (0, 1):
+            with torch.no_grad():
+                for weight, before in zip(weights, kept, strict=True):
+                    weight.copy_(factor * before)
+            for step in steps_of(patcher, 2, mode="two_stream"):
+                patch = step.patch
+                assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
+
+
 def test_where_it_does_not_go() -> None:
     """Asked for by name it is refused with the reason; else two passes serve."""
     with ContextPatcher(tiny_models.build("llama4")) as patcher:

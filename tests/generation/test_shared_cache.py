@@ -132,6 +132,21 @@ def test_the_trial_notices_rows_of_one_stream_twice(
         patcher.plans.of(DecodeMode.TWO_STREAM)
 
 
+@pytest.mark.parametrize("mode", ["shared_cache", "two_stream"])
+def test_an_attention_that_changes_between_steps_is_noticed(mode: str) -> None:
+    """Of one row, whose queries another attention would take for rows of one batch."""
+    model, arguments = shallow("llama"), {"max_new_tokens": 3, "eos_token_id": None, "mode": mode}
+    with ContextPatcher(model, "stable") as patcher:
+        steps = patcher.generate(IDS[:1], **arguments)
+        next(steps)
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedModelError, match="attention that it had before the first"):
+            next(steps)
+        if mode == "two_stream":
+            step = next(patcher.generate(IDS[:1], **arguments))
+            assert replay_error(patcher, step).max() <= replay_limit(patcher, step.patch)
+
+
 def test_something_between_attention_and_its_projection_is_refused() -> None:
     model = build("llama")
     attention = model.model.layers[2].self_attn
