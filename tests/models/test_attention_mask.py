@@ -10,7 +10,7 @@ from support.random_models import build, shallow, tokens
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as TABLE
 from transformers.models.bloom import modeling_bloom
 
-from icl_patch.models.attention_mask import Visibility, restricted_attention
+from icl_patch.models.attention_mask import TableOverride, Visibility, restricted_attention
 from icl_patch.recording.residual_sum import ResidualSum
 
 
@@ -30,6 +30,27 @@ def test_nothing_is_left_behind() -> None:
     with pytest.raises(ZeroDivisionError), restricted_attention(model, nothing_hidden(2, 3)):
         _ = 1 / 0
     assert state() == before
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["entering", "leaving"])
+def test_an_interrupt_leaves_nothing_behind(at: int) -> None:
+    class Table(dict):
+        writes = 0
+
+        def __setitem__(self, name: str, function: object) -> None:
+            super().__setitem__(name, function)
+            self.writes += 1
+            if self.writes == at:
+                raise KeyboardInterrupt
+
+    table = Table(sdpa=1)
+    override = TableOverride(table, "sdpa", lambda function: function + 1)
+    with pytest.raises(KeyboardInterrupt), override():
+        assert table["sdpa"] == 2
+    assert table["sdpa"] == 1
+    with override():
+        assert table["sdpa"] == 2
+    assert table["sdpa"] == 1
 
 
 @torch.no_grad()

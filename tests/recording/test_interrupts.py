@@ -11,7 +11,6 @@ from support.patchers import Snapshot
 from support.random_models import build, shallow, tokens
 
 from icl_patch import ContextPatcher
-from icl_patch.models.attention_mask import TableOverride
 
 IDS = tokens(5, 1, 6)
 # Functions that take away what a pass has put into the model.
@@ -22,8 +21,8 @@ TRIALS = 40
 class Interrupt:
     """Counts the lines that are run in some functions, and interrupts at one of them."""
 
-    def __init__(self, at: int | None = None, names: tuple[str, ...] = LEAVING) -> None:
-        self.at, self.names, self.lines = at, names, 0
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.lines = at, 0
 
     def __enter__(self) -> "Interrupt":
         self._before = sys.gettrace()
@@ -41,7 +40,7 @@ class Interrupt:
             and caller is not None
             and "/icl_patch/" in caller.f_code.co_filename
         )
-        return self._line if ours and frame.f_code.co_name in self.names else None
+        return self._line if ours and frame.f_code.co_name in LEAVING else None
 
     def _line(self, _frame: FrameType, event: str, _argument: object) -> Callable:
         self.lines += event == "line"
@@ -71,23 +70,6 @@ def test_an_interrupt_while_a_step_leaves_leaves_nothing(update: str) -> None:
             assert torch.equal(model(IDS).logits, plain), at
             assert torch.equal(steps(patcher), expected), at
     before.check(model)
-
-
-def test_an_interrupt_of_an_override_leaves_none() -> None:
-    table, names = {"function": 1}, ("__call__", "_leave")
-    override = TableOverride(table, "function", lambda before: before + 1)
-
-    def use() -> None:
-        with override():
-            assert table == {"function": 2}
-
-    with Interrupt(names=names) as counted:
-        use()
-    for at in range(1, counted.lines + 1):
-        with pytest.raises(KeyboardInterrupt), Interrupt(at, names):
-            use()
-        assert table == {"function": 1}, at
-        use()
 
 
 @pytest.mark.parametrize("call", ["compute", "forward", "generate"])
