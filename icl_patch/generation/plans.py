@@ -51,6 +51,7 @@ class StepPlans:
     compiled: dict[Any, Any] = field(default_factory=dict)
     # by mode and what the model ran; the reason in place of a plan that it does not allow
     _tried: dict[tuple[Any, ...], OnePass | str] = field(default_factory=dict)
+    _weights: str | None = None  # the fingerprint then, if the plans depend on it
 
     def clear(self) -> None:
         """Forget everything about the model."""
@@ -126,8 +127,10 @@ class StepPlans:
             )
         attached.ranks.shared(lambda: _check_batch_invariance(attached, mode))
         # a trial tells the orders of a sum apart by what the weights make of its terms
-        weights = attached.weights.fingerprint if self._orders_differ else None
-        key = (mode, weights, *what_runs(attached.model))
+        if self._orders_differ and self._weights != attached.weights.fingerprint:
+            self._tried.clear()
+            self._weights = attached.weights.fingerprint
+        key = (mode, *what_runs(attached.model))
         if attached.ranks.any(key not in self._tried):
             try:
                 self._tried[key] = self._try(mode)

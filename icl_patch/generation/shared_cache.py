@@ -11,7 +11,7 @@ the last block returns both.
 checked by a replay, see :class:`icl_patch.generation.plans.StepPlans`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,14 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.generation.streams import SDPA, attending, ending, other_attention, own_value
+from icl_patch.generation.streams import (
+    SDPA,
+    AttentionCall,
+    attending,
+    ending,
+    other_attention,
+    own_value,
+)
 from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
@@ -104,22 +111,15 @@ class SharedCacheStreams:
         finally:
             self._reduced = self._slot = None
 
-    def _attend(
-        self,
-        run: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, call: AttentionCall) -> Tensor:
         """The attention of the rows with the context; that of the reduced rows is kept."""
-        slot = self._slot
+        slot, value = self._slot, call.value
         if slot is None:  # the newest token is the last one, also in a full window
             newest = value[:, :, -1:]
         else:
             newest = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
-        self._reduced = own_value(query, newest)  # in the order of the output's elements
-        return run(query, key, value, mask)
+        self._reduced = own_value(call.query, newest)  # in the order of the output's elements
+        return call.output()
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
@@ -156,8 +156,8 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
     """
     outputs: dict[int, Tensor] = {}  # by their address
 
-    def on_attention(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-        output = run(*inputs)
+    def on_attention(call: AttentionCall) -> Tensor:
+        output = call.output()
         outputs[output.data_ptr()] = output
         return output
 

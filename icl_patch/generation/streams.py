@@ -5,7 +5,7 @@ and the end of a block.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,9 +19,26 @@ from icl_patch.recording.attached_block import AttachedBlock
 SDPA = "sdpa"
 _FURTHER = ("position_bias", "softcap", "cache", "s_aux")  # inputs of an attention beyond the usual
 
-# Called with an attention, run(query, key, value, mask), and its inputs; gives the output (B, T, H,
-# D).
-Attend = Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+class AttentionCall(NamedTuple):
+    """A call of one of the model's attentions.
+
+    run: the attention of these inputs or others, (B, T, H, D); in our kernel for one token a row
+        where it serves it.
+    """
+
+    run: Callable[..., Tensor]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+    def output(self) -> Tensor:
+        """What the model's attention gives."""
+        return self.run(*self[1:])
+
+
+Attend = Callable[[AttentionCall], Tensor]
 _attend: ContextVar[Attend | None] = ContextVar("icl_patch_attend", default=None)
 
 
@@ -48,7 +65,7 @@ def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
             output, _ = original(module, query, key, value, mask, dropout, scaling, **kwargs)
             return output
 
-        return attend(run, query, key, value, attention_mask), None
+        return attend(AttentionCall(run, query, key, value, attention_mask)), None
 
     return attention
 
@@ -58,10 +75,7 @@ _override = TableOverride(ALL_ATTENTION_FUNCTIONS, SDPA, _interposed)
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Within this context ``attend(run, query, key, value, mask)`` gives the output of each of the
-    model's attentions. ``run`` is that attention, in our kernel for one token a row where it serves
-    it.
-    """
+    """Within this context ``attend`` gives the output of each of the model's attentions."""
     token = _attend.set(attend)
     try:
         with _override():

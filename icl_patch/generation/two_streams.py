@@ -15,10 +15,17 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.generation.streams import SDPA, attending, ending, other_attention, own_value
+from icl_patch.generation.streams import (
+    SDPA,
+    AttentionCall,
+    attending,
+    ending,
+    other_attention,
+    own_value,
+)
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
-from icl_patch.models.forward import call
+from icl_patch.models.forward import call as run_model
 from icl_patch.models.forward_override import Forward
 from icl_patch.models.language_model import random_tokens
 from icl_patch.recording.attached_block import AttachedBlock
@@ -104,21 +111,15 @@ class TwoStreams:
             return keys, values
         return _twice(keys, key[batch:], slot), _twice(values, value[batch:], slot)
 
-    def _attend(
-        self,
-        run: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, call: AttentionCall) -> Tensor:
         """The attention of the rows with the context, and the reduced rows' own values."""
+        key, value, mask = call.key, call.value, call.mask
         if id(value) not in self._own:
             raise other_attention(self._model)
         self._read.add(id(value))
         _, own = self._own[id(value)]
-        context, reduced = query.split(len(own))
-        y = run(context, key, value, mask if mask is None else mask[: len(context)])
+        context, reduced = call.query.split(len(own))
+        y = call.run(context, key, value, mask if mask is None else mask[: len(context)])
         return torch.cat([y, own_value(reduced, own).reshape(y.shape).to(y.dtype)])
 
 
@@ -134,18 +135,16 @@ def _reads_its_cache(model: PreTrainedModel) -> bool:
         handed[id(values)] = values
         return keys, values
 
-    def attend(
-        run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        y = run(query, key, value, mask)
-        read.add(id(value))
-        alone.append(torch.equal(y, own_value(query, value).reshape(y.shape)))
+    def attend(call: AttentionCall) -> Tensor:
+        y = call.output()
+        read.add(id(call.value))
+        alone.append(torch.equal(y, own_value(call.query, call.value).reshape(y.shape)))
         return y
 
     vars(cache)["update"] = observed
     token = random_tokens(model, 1, seed=1)[:1]  # no padding, whose value may be 0
     with attending(attend):
-        call(model, token, torch.ones_like(token), torch.zeros_like(token), cache)
+        run_model(model, token, torch.ones_like(token), torch.zeros_like(token), cache)
     return all(alone) and read == handed.keys()
 
 

@@ -18,6 +18,7 @@ from icl_patch.errors import SlowerStepsWarning
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.generation.streams import AttentionCall
 from icl_patch.generation.two_streams import TwoStreams
 
 COVERED = ("gemma3", "glm4", "olmo3", "mistral", "qwen3", "phi3", "granite", "gpt2", "llama-bias")
@@ -94,9 +95,9 @@ def test_the_trial_notices_a_wrong_stream(
     """
     attend = SharedCacheStreams._attend
 
-    def wrong(self: Any, run: Any, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
-        made = attend(self, run, query, key, value, mask)
-        groups = query.shape[1] // value.shape[1]
+    def wrong(self: Any, call: AttentionCall) -> torch.Tensor:
+        made, value = attend(self, call), call.value
+        groups = call.query.shape[1] // value.shape[1]
         context = value.mean(2, keepdim=True).repeat_interleave(groups, 1).reshape(made.shape)
         self._reduced = {
             "sees the context": context,
