@@ -3,9 +3,9 @@
     build/python tools/record_bits.py build/bits.json           # minutes on one core
     build/python tools/record_bits.py build/bits.json --quick   # one small model of each writer
 
-A refactoring must not change a number: the records before and after it are equal, which
-``tools/compare_bits.py`` checks. Record both on one machine with one version of torch, because the
-processor's instructions decide how a product rounds.
+A refactoring must not change a number: ``diff`` finds the records before and after it equal. Record
+both on one machine with one version of torch, because the processor's instructions decide how a
+product rounds.
 
 A record has one entry for each tensor and each field of JSON. The name of an entry says where it
 comes from, as ``gemma3/bfloat16/exact/prefix/factors/layers.0.mlp.gate_proj.u``. There are:
