@@ -13,12 +13,17 @@
 namespace icl_patch::ICL_PATCH_ISA {
 namespace {
 
+// Sums have kLanes lanes, in as many vectors as the processor needs for them: the compiler keeps no
+// wider vector in registers.
 constexpr int kLanes = 16;
 #if defined(__AVX512F__)
-constexpr int kKeysTogether = 16, kHeadsTogether = 4;
-#else  // half as many registers, of half as many lanes
-constexpr int kKeysTogether = 4, kHeadsTogether = 1;
+constexpr int kWidth = 16, kKeysTogether = 16, kHeadsTogether = 4;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8, kKeysTogether = 8, kHeadsTogether = 2;
+#else
+constexpr int kWidth = 4, kKeysTogether = 4, kHeadsTogether = 1;
 #endif
+constexpr int kParts = kLanes / kWidth;
 constexpr int64_t kBlock = 32;  // keys that are in fp32 at a time
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
@@ -37,7 +42,7 @@ ICL_PATCH_INLINE float exp_of_negative(float x) {
   return x < -87 ? 0 : p * from_bits((127 + n) << 23);
 }
 
-using Vector = float __attribute__((vector_size(kLanes * sizeof(float))));
+using Vector = float __attribute__((vector_size(kWidth * sizeof(float))));
 
 ICL_PATCH_INLINE Vector vector_at(const float* from) {
   Vector x;
@@ -45,7 +50,7 @@ ICL_PATCH_INLINE Vector vector_at(const float* from) {
   return x;
 }
 
-// The first `count` < kLanes numbers, then zeros.
+// The first `count` < kWidth numbers, then zeros.
 ICL_PATCH_INLINE Vector vector_at(const float* from, int64_t count) {
   Vector x = {};
   memcpy(&x, from, count * sizeof(float));
@@ -77,19 +82,37 @@ ICL_PATCH_INLINE float largest_of(const float* x, int64_t count) {
   return found;
 }
 
+// The sum of the parts, in pairs.
+ICL_PATCH_INLINE Vector joined(Vector (&x)[kParts]) {
+  for (int half = kParts / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
+}
+
+// The sum of `count` numbers, in kLanes partial sums.
+ICL_PATCH_INLINE float sum_of(const float* x, int64_t count) {
+  Vector sums[kParts] = {};
+  for (int part = 0; part < kParts; ++part) {
+    int64_t j = part * kWidth;
+    for (; j + kWidth <= count; j += kLanes) sums[part] += vector_at(x + j);
+    if (j < count) sums[part] += vector_at(x + j, count - j);
+  }
+  return sum_of(joined(sums));
+}
+
 #if defined(__AVX512F__)
-// Adds the halves, kWidth lanes each, of what is left of pairs of vectors, and puts both sums into
+// Adds the halves, kHalf lanes each, of what is left of pairs of vectors, and puts both sums into
 // one vector.
-template <int kWidth, int kCount>
+template <int kHalf, int kCount>
 ICL_PATCH_INLINE void add_halves(Vector (&x)[kCount]) {
   const auto half = [](int first) ICL_PATCH_INLINE_LAMBDA {
     alignas(64) int32_t lanes[kLanes];
-    for (int i = 0; i < kLanes; ++i) lanes[i] = first + i / kWidth * 2 * kWidth + i % kWidth;
+    for (int i = 0; i < kLanes; ++i) lanes[i] = first + i / kHalf * 2 * kHalf + i % kHalf;
     return _mm512_load_si512(lanes);
   };
-  const __m512i low = half(0), high = half(kWidth);
+  const __m512i low = half(0), high = half(kHalf);
 #pragma GCC unroll 16
-  for (int i = 0; i < 2 * kWidth; i += 2)
+  for (int i = 0; i < 2 * kHalf; i += 2)
     x[i / 2] = _mm512_permutex2var_ps(x[i], low, x[i + 1]) +
                _mm512_permutex2var_ps(x[i], high, x[i + 1]);
 }
@@ -99,12 +122,28 @@ ICL_PATCH_INLINE void add_halves(Vector (&x)[kCount]) {
 template <int kCount>
 ICL_PATCH_INLINE void sums_of(Vector (&x)[kCount], float* sums) {
 #if defined(__AVX512F__)
-  if constexpr (kCount == kLanes) {
+  if constexpr (kCount == kWidth) {
     add_halves<8>(x);
     add_halves<4>(x);
     add_halves<2>(x);
     add_halves<1>(x);
     memcpy(sums, x, sizeof *x);
+    return;
+  }
+#elif defined(__AVX2__)
+  if constexpr (kCount == kWidth) {
+    for (int i = 0; i < 4; ++i)
+      x[i] = _mm256_permute2f128_ps(x[2 * i], x[2 * i + 1], 0x20) +
+             _mm256_permute2f128_ps(x[2 * i], x[2 * i + 1], 0x31);
+    for (int i = 0; i < 2; ++i) {
+      const __m256d a = _mm256_castps_pd(x[2 * i]), b = _mm256_castps_pd(x[2 * i + 1]);
+      x[i] = _mm256_castpd_ps(_mm256_shuffle_pd(a, b, 0)) +
+             _mm256_castpd_ps(_mm256_shuffle_pd(a, b, 15));
+    }
+    x[0] = _mm256_shuffle_ps(x[0], x[1], 0x88) + _mm256_shuffle_ps(x[0], x[1], 0xdd);
+    // the last two steps have worked within halves of 128 bits
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_ps(sums, _mm256_permutevar8x32_ps(x[0], order));
     return;
   }
 #endif
@@ -116,16 +155,19 @@ ICL_PATCH_INLINE void multiply(const float* q, const float* const* rows, int64_t
                                float scale, float* scores) {
   const auto some = [&](auto together, int64_t j) ICL_PATCH_INLINE_LAMBDA {
     constexpr int kKeys = decltype(together)::value;
-    Vector products[kKeys] = {};
-    int64_t k = 0;
-    for (; k + kLanes <= d; k += kLanes)
+    Vector products[kKeys][kParts] = {}, sums[kKeys];
+    for (int part = 0; part < kParts; ++part) {
+      int64_t k = part * kWidth;
+      for (; k + kWidth <= d; k += kLanes)
 #pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i)
-        products[i] += vector_at(q + k) * vector_at(rows[j + i] + k);
-    if (k < d)
-      for (int i = 0; i < kKeys; ++i)
-        products[i] += vector_at(q + k, d - k) * vector_at(rows[j + i] + k, d - k);
-    sums_of(products, scores + j);
+        for (int i = 0; i < kKeys; ++i)
+          products[i][part] += vector_at(q + k) * vector_at(rows[j + i] + k);
+      if (k < d)
+        for (int i = 0; i < kKeys; ++i)
+          products[i][part] += vector_at(q + k, d - k) * vector_at(rows[j + i] + k, d - k);
+    }
+    for (int i = 0; i < kKeys; ++i) sums[i] = joined(products[i]);
+    sums_of(sums, scores + j);
     for (int i = 0; i < kKeys; ++i) scores[j + i] *= scale;
   };
   int64_t j = 0;
@@ -146,15 +188,15 @@ ICL_PATCH_INLINE void add_rows(const float* weights, int64_t apart, const float*
     for (int h = 0; h < kHeads; ++h) memcpy(sums[h], y + h * y_apart + e, sizeof sums[h]);
     for (int64_t j = 0; j < count; ++j)
       for (int i = 0; i < kVectors; ++i) {
-        const Vector x = vector_at(rows[j] + e + i * kLanes);
+        const Vector x = vector_at(rows[j] + e + i * kWidth);
         for (int h = 0; h < kHeads; ++h) sums[h][i] += weights[h * apart + j] * x;
       }
     for (int h = 0; h < kHeads; ++h) memcpy(y + h * y_apart + e, sums[h], sizeof sums[h]);
   };
   int64_t e = 0;
-  for (; e + kTogether * kLanes <= n; e += kTogether * kLanes)
+  for (; e + kTogether * kWidth <= n; e += kTogether * kWidth)
     some(std::integral_constant<int, kTogether>{}, e);
-  for (; e + kLanes <= n; e += kLanes) some(std::integral_constant<int, 1>{}, e);
+  for (; e + kWidth <= n; e += kWidth) some(std::integral_constant<int, 1>{}, e);
   for (; e < n; ++e)
     for (int h = 0; h < kHeads; ++h)
       for (int64_t j = 0; j < count; ++j)
@@ -223,13 +265,9 @@ void attention_parts(const Attention& call, int64_t begin, int64_t end) {
     for (int64_t h = 0; h < shared; ++h) {
       float *w = &weights[h * Attention::kPart], *out = outputs + h * (e + 2);
       const float most = largest_of(w, count);
-      Vector sums = {};
       for (int64_t j = 0; j < count; ++j) w[j] = exp_of_negative(w[j] - most);
-      int64_t j = 0;
-      for (; j + kLanes <= count; j += kLanes) sums += vector_at(w + j);
-      if (j < count) sums += vector_at(w + j, count - j);
       out[0] = most;
-      out[1] = sum_of(sums);
+      out[1] = sum_of(w, count);
       std::fill(out + 2, out + 2 + e, 0.0f);
     }
     for (int64_t j = 0; j < count; j += kBlock) {
