@@ -66,8 +66,8 @@ class CompiledStep:
                 length=0,
             )
             plan = state.run.plan
-            # an exact step stays as it is: it has to have the bits of its replay
-            written = "inductor" in compilers and not plan.exact
+            # a step that has the bits of its replay stays as it is
+            written = "inductor" in compilers and not plan.keeps_bits
             step = DecodeStep(plan, self.inputs, state.run.batch, for_inductor=written)
             self.run: RunStep = TracedStep(step) if "inductor" in compilers else step
             if "cuda_graph" in compilers:

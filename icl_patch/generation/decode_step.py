@@ -48,7 +48,7 @@ class DecodeState:
     """A growing context: its tokens, its cache, and how its steps run.
 
     Attributes:
-        attached: the model. mode: how the steps run.
+        attached: the model. mode, arithmetic: how the steps run.
         inputs: the current token, its place and the cache, which a step of one pass reads.
         run: a step of one pass on ``inputs``, eager, compiled or captured; None in two passes.
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
@@ -62,6 +62,7 @@ class DecodeState:
 
     attached: AttachedModel
     mode: DecodeMode
+    arithmetic: str
     inputs: StepInputs
     run: RunStep | None
     ids: Tensor
@@ -163,6 +164,7 @@ def prefill(
     return DecodeState(
         attached=attached,
         mode=mode,
+        arithmetic=MODEL if plan is None else plan.arithmetic,
         inputs=inputs,
         run=None if plan is None else DecodeStep(plan, inputs, batch),
         ids=ids,
@@ -268,7 +270,7 @@ def _closed_again(state: DecodeState, output: StepOutput) -> Computation:
 
 def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:
     """Makes the patch of a step when it is called: later, when the state has moved on."""
-    attached, fingerprint = state.attached, state.fingerprint
+    attached, arithmetic, fingerprint = state.attached, state.arithmetic, state.fingerprint
     ids, context_mask, live, media = state.tokens, state.context_mask, state.live, state.media
     output = replace(output, activations=None)  # which only a miss needs
     blocks = tuple(attached.blocks)  # also if it is detached by then
@@ -285,7 +287,6 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
         )
         exact = output.misses is not None  # both streams have the same logits
         logits = output.logits.unsqueeze(1) if exact else None
-        arithmetic = BATCH_INVARIANT if exact else MODEL
         sequences = sequences_of(ids, context_mask, media)
         patch = attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
         if patch.info.fingerprint != fingerprint:

@@ -47,16 +47,16 @@ class FusedModule:
 
 @torch.no_grad()
 def fused_modules(
-    model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, exact: bool
+    model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, keeps_bits: bool
 ) -> list[FusedModule]:
     """The norms and gated MLPs of an attached model that our ops can run.
 
     Args:
         model: the model. blocks: its blocks, with their patched modules off.
-        exact: whether the ops must have the modules' bits in the batch-invariant arithmetic,
+        keeps_bits: whether the ops must have the modules' bits in the batch-invariant arithmetic,
             because a replay runs the modules. Norms sum in another order.
     """
-    if exact:
+    if keeps_bits:
         with running_in(BATCH_INVARIANT):
             return list(_gated(blocks, 0))
     found = [*_norms_before(blocks), *_gated(blocks, _ROUNDINGS)]

@@ -18,7 +18,7 @@ from icl_patch.generation.fused_modules import fused_modules
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.two_streams import TwoStreams
-from icl_patch.invariance.arithmetic import InvariantModules
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, InvariantModules
 from icl_patch.models.forward import inputs
 from icl_patch.models.forward_override import (
     Forward,
@@ -83,34 +83,42 @@ class OnePass:
     Args:
         attached: the model.
         mode: of one pass.
+        arithmetic: of the steps, and of the replays of their patches.
         writer_first: whether a parallel block adds its writer's output to one of its other terms
             before it adds these to each other, which rounds their sum; of exact steps.
 
     Attributes:
         layout: where the rows of both streams are, and which of the model's forwards change.
+        keeps_bits: whether a row has the same bits in a step and in the replay of its patch.
         fused: the norms and gated MLPs that run as single operations.
+        rounding: the context in which a step runs in the arithmetic.
 
     Raises:
         UnsupportedModelError: the blocks do not allow the mode.
     """
 
     def __init__(
-        self, attached: AttachedModel, mode: DecodeMode, *, writer_first: bool = False
+        self,
+        attached: AttachedModel,
+        mode: DecodeMode,
+        arithmetic: str,
+        *,
+        writer_first: bool = False,
     ) -> None:
         self.attached, self.mode, self.exact = attached, mode, attached.update == "exact"
-        self.writer_first = writer_first
+        self.arithmetic, self.writer_first = arithmetic, writer_first
         model, blocks = attached.model, attached.blocks
         self.layout = (
             SharedCacheStreams(model, blocks, exact=self.exact)
             if mode is DecodeMode.SHARED_CACHE
             else TwoStreams(model, blocks, exact=self.exact)
         )
-        self.fused = fused_modules(model, blocks, exact=self.exact)
+        self.keeps_bits = arithmetic == BATCH_INVARIANT
+        self.fused = fused_modules(model, blocks, keeps_bits=self.keeps_bits)
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
-        # an exact step runs in the batch-invariant arithmetic, in which both streams round alike
-        self.arithmetic: Callable[[], AbstractContextManager[None]] = (
-            InvariantModules(model, mixtures).active if self.exact else nullcontext
+        self.rounding: Callable[[], AbstractContextManager[None]] = (
+            InvariantModules(model, mixtures).active if self.keeps_bits else nullcontext
         )
 
 
@@ -160,7 +168,7 @@ class DecodeStep:
             last_logits=1,
         )
         active = self.plan.layout.active(step_inputs)
-        with recording(recorders), active, self._overrides, self.plan.arithmetic():
+        with recording(recorders), active, self._overrides, self.plan.rounding():
             logits = model(**model_inputs).logits[-self.batch :, -1]
         misses = close_loops(recorders) if self.plan.exact else None
         factors = [recorder.factors for recorder in recorders]

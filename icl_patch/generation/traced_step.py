@@ -85,19 +85,19 @@ class TracedStep:
         with one_mode, _NoHostReads():
             traced = make_fx(run)()
         plan, free = self._step.plan, _free_tensors(outputs[0], expected)
-        attached, exact = plan.attached, plan.exact
-        if not exact:
+        attached, fixed = plan.attached, plan.keeps_bits
+        if not fixed:
             eager = DecodeStep(plan, self._step.inputs, self._step.batch)().logits
         blocks = [block.module for block in attached.blocks]
-        graph = in_regions(traced, blocks, eager_rounding=exact, free=free)
+        graph = in_regions(traced, blocks, eager_rounding=fixed, free=free)
         tensors: list[Tensor] = graph()
         for number, (got, wanted) in enumerate(zip(tensors, expected, strict=True)):
-            fixed = exact and number not in free
-            if fixed and not torch.allclose(got, wanted, 0, 0, equal_nan=True):
+            compared = fixed and number not in free
+            if compared and not torch.allclose(got, wanted, 0, 0, equal_nan=True):
                 raise RuntimeError(
                     "the compiled step has other bits than the replay of its patch would have"
                 )
-        if not exact and (error := errors_of(tensors[0], eager).max()) > attached.replay_limit:
+        if not fixed and (error := errors_of(tensors[0], eager).max()) > attached.replay_limit:
             raise RuntimeError(f"the compiled step is off by {error:.1g} of the largest logit")
         self._graph = graph
         return tensors

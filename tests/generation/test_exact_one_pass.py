@@ -210,3 +210,21 @@ def test_autocast_changes_neither_steps_nor_replays() -> None:
                 assert torch.equal(step.logits, other.logits)
                 replayed = patcher.forward(step.patch.kept_ids, step.patch)
                 assert torch.equal(replayed[:, -1], step.logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(
+    ("family", "update"),
+    [("llama", "direct"), ("gpt_neox", "direct"), ("mixtral", "stable"), ("olmo2", "stable")],
+)
+def test_two_streams_in_16_bits_have_the_bits_of_their_replays(
+    family: str, update: str, dtype: torch.dtype
+) -> None:
+    """Large activations would magnify another rounding to that of other logits."""
+    model, features = realistic_weights.build(family, 1, dtype)
+    ids = features.mark({"context_ids": IDS, "context_mask": MASK})["context_ids"]
+    with ContextPatcher(model, update) as patcher:
+        for step in steps_of(patcher, 3, ids, mode="two_stream"):
+            assert step.patch.info.arithmetic == BATCH_INVARIANT
+            replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
+            assert torch.equal(replayed, step.logits)

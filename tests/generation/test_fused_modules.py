@@ -37,8 +37,8 @@ def kind(fused: FusedModule) -> str:
     return "norm" if hasattr(fused.module, "weight") else "gated"
 
 
-def found(patcher: ContextPatcher, exact: bool = False) -> list[FusedModule]:
-    return fused_modules(patcher.model, patcher.attached_model.blocks, exact=exact)
+def found(patcher: ContextPatcher, keeps_bits: bool = False) -> list[FusedModule]:
+    return fused_modules(patcher.model, patcher.attached_model.blocks, keeps_bits=keeps_bits)
 
 
 def count_of(norms: int, before: int, gated: int) -> Counter:
@@ -68,7 +68,7 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
             assert made.dtype == expected.dtype
             assert metrics.linf(made, expected).max() <= ROUNDINGS[dtype] * UNIT[dtype]
         with running_in(BATCH_INVARIANT):
-            exact = found(patcher, exact=True)
+            exact = found(patcher, keeps_bits=True)
             assert Counter(map(kind, exact)) == Counter({"gated": LAYERS * gated})
             x = 3 * normal(seeded(4), 5, 1, 32, dtype=dtype)
             assert all(torch.equal(fused(x), fused.module(x)) for fused in exact)
