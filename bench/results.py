@@ -68,7 +68,9 @@ class Results:
 
     def __init__(self, benchmark: str, device: torch.device, folder: Path) -> None:
         where = environment(device)
-        name = "-".join(re.sub(r"\((R|TM)\)", "", where["device"]).split()).lower()
+        # processors of one name may differ in what they can do
+        kind = where["device"] + (f" {where['cpu_instructions']}" if device.type == "cpu" else "")
+        name = "-".join(re.sub(r"\((R|TM)\)", "", kind).split()).lower()
         self.device, self.path = device, folder / f"{benchmark}-{name}.json"
         self.data: dict[str, Any] = {"benchmark": benchmark, "environment": where, "rows": []}
         if self.path.exists():

@@ -382,7 +382,8 @@ class ContextPatcher:
                 ``"shared_cache"``: one pass. Both rows share the cache of the context, and are two
                 from each attention's output to the block's end. It does not serve every model.
                 ``"two_stream"``: one pass over the same cache, in which they are two from the first
-                layer on. It serves more models, up to 1.2 times as slowly.
+                layer on. It serves more models, up to 1.2 times as slowly. In bf16 and fp16 its
+                replays have the bits of its steps.
                 Exact steps of one pass are bit-identical to the same model on batch-invariant
                 functions in its steps (:func:`icl_patch.batch_invariant` without its attention of
                 several tokens), which is as near to the model in fp32.

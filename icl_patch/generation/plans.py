@@ -34,7 +34,7 @@ AUTO, TWO_PASS = "auto", DecodeMode.TWO_PASS.value
 MODES = (AUTO, *(mode.value for mode in DecodeMode))
 _HALF = (torch.bfloat16, torch.float16)
 _SLOWER = {
-    DecodeMode.TWO_STREAM: "with both streams in all of their rows, up to 1.2 times as long",
+    DecodeMode.TWO_STREAM: "with rows of both streams in every layer, up to 1.2 times as long",
     DecodeMode.TWO_PASS: "in two passes, 2 to 4 times as long as the model's own",
 }
 
@@ -127,6 +127,8 @@ class StepPlans:
                 f" both streams: there are some on {paths_of(hooked)}"
             )
         arithmetic = attached.ranks.shared(lambda: _arithmetic(attached, mode))
+        if attached.ranks.any(arithmetic == MODEL):  # each rank has some of the modules
+            arithmetic = MODEL
         # a trial tells the orders of a sum apart by what the weights make of its terms
         if self._orders_differ and self._weights != attached.weights.fingerprint:
             self._tried.clear()

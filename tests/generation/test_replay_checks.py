@@ -96,7 +96,7 @@ def test_logits_that_are_not_numbers_are_equal_to_themselves() -> None:
 
 
 SLOWER = [("exact", "in two passes", "two_pass", ("SharedCacheStreams", "TwoStreams"))]
-SLOWER += [("stable", "with both streams in all", "two_stream", ("SharedCacheStreams",))]
+SLOWER += [("stable", "with rows of both streams", "two_stream", ("SharedCacheStreams",))]
 
 
 @pytest.mark.parametrize(("update", "time", "mode", "layouts"), SLOWER)

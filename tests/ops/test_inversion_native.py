@@ -20,7 +20,7 @@ from icl_patch.ops import native
 
 DIGEST = """
 import hashlib, itertools, sys, torch
-sys.path.append("tests/ops"); import test_native_linear
+sys.path.append("tests/ops"); import test_attention, test_native_linear
 from support.inversion import mixed_rows
 from support.numeric import FLOATS, normal, seeded
 from icl_patch import ops; from icl_patch.ops import native
@@ -53,6 +53,8 @@ for dtype, n in itertools.product(FLOATS.values(), (3, 15, 64, 257, 2049)):
     for part in parts:
         digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
 test_native_linear.check_products()
+for dtype, shape in itertools.product((torch.float32, torch.float16), test_attention.SHAPES):
+    test_attention.test_decode_attention(dtype, shape)
 print(native.cpu_instructions, digest.hexdigest())
 """
 INSTRUCTIONS, UNKNOWN = ("portable", "avx2", "avx512", "avx512_bf16", "amx"), "sse9"
