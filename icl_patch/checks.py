@@ -195,6 +195,15 @@ def _check_heads(sizes: dict[str, int], **_: Any) -> None:
         raise ValueError(f"expected a number of keys' heads that divides {heads}, got {groups}")
 
 
+def _check_rotary(sizes: dict[str, int], **_: Any) -> None:
+    """Halves of the width, and an angle for each row or one for all."""
+    if sizes["D"] % 2 or sizes["R"] not in (1, sizes["B"]):
+        raise ValueError(
+            f"expected an even D, and cos and sin of 1 or {sizes['B']} rows, got D = {sizes['D']}"
+            f" and {sizes['R']} rows"
+        )
+
+
 _FACTORS = ("u: M N or P R N", "v: M K or P R K")
 _INDEX = "index: M, integers"
 
@@ -255,6 +264,14 @@ check_decode_attention = Arguments(
     "mask: B S, bools",
     rule=_check_heads,
     results=("B H E",),
+)
+check_rotary_embedding = Arguments(
+    "query: B H T D",
+    "key: B G T D, query's dtype",
+    "cos: R T D, query's dtype",
+    "sin: R T D, query's dtype",
+    rule=_check_rotary,
+    results=("B H T D", "B G T D"),
 )
 _INVERSE = ("M, float64", "M d, float64", "M, int8", "M, int32")
 check_inversion = Arguments(

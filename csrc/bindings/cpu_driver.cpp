@@ -15,9 +15,9 @@ namespace icl_patch {
 namespace {
 
 #define ICL_PATCH_PRODUCTS(isa) isa::pass_rows, isa::prepare_rows, isa::linear_outputs
-#define ICL_PATCH_ROWS(isa)                                                                    \
-  isa::invert_rows, isa::norm_rows, isa::gated_outputs, isa::read_direction, isa::attention_parts, \
-      isa::attention_outputs
+#define ICL_PATCH_ROWS(isa)                                                             \
+  isa::invert_rows, isa::norm_rows, isa::gated_outputs, isa::rotary_rows,              \
+      isa::read_direction, isa::attention_parts, isa::attention_outputs
 
 #ifdef ICL_PATCH_X86
 // Whether the processor has tiles and Linux lets this process use them. Linux keeps room for their

@@ -14,6 +14,7 @@ struct CpuDriver {
   decltype(&portable::invert_rows) invert_rows;
   decltype(&portable::norm_rows) norm_rows;
   decltype(&portable::gated_outputs) gated_outputs;
+  decltype(&portable::rotary_rows) rotary_rows;
   decltype(&portable::read_direction) read_direction;
   decltype(&portable::attention_parts) attention_parts;
   decltype(&portable::attention_outputs) attention_outputs;

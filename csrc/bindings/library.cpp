@@ -33,6 +33,9 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
       " -> (Tensor z_pair, Tensor delta, Tensor v, Tensor inverse_norm2)");
   m.def("gated_product(Tensor gate, Tensor up, str activation) -> Tensor");
   m.def(
+      "rotary_embedding(Tensor query, Tensor key, Tensor cos, Tensor sin)"
+      " -> (Tensor query, Tensor key)");
+  m.def(
       "decode_attention(Tensor query, Tensor key, Tensor value, float scale, Tensor? mask=None)"
       " -> Tensor");
 }

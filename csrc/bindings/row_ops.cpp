@@ -1,4 +1,4 @@
-// read_direction, rms_norm and norm_pair, on the CPU.
+// read_direction, rms_norm, norm_pair and rotary_embedding, on the CPU.
 #include <tuple>
 
 #include "bindings/tensors.h"
@@ -61,6 +61,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_pair(const Tensor& hidden, const
   return {z_pair, delta, v, inverse_norm2};
 }
 
+// One of query and key.
+Tensor rotated(const char* name, const Tensor& x, const Tensor& first, const Tensor& cos,
+               const Tensor& sin) {
+  check(name, x, first, {first.size(0), -1, first.size(2), first.size(3)});
+  STD_TORCH_CHECK(x.scalar_type() == first.scalar_type() &&
+                      cos.scalar_type() == first.scalar_type() &&
+                      sin.scalar_type() == first.scalar_type(),
+                  "expected query, key, cos and sin of one dtype");
+  const int64_t rows = x.size(0);
+  Rotary call;
+  call.heads = x.size(1);
+  call.tokens = x.size(2);
+  call.d = x.size(3);
+  STD_TORCH_CHECK(call.d % 2 == 0, "expected an even width, got ", call.d);
+  call.x = {x.const_data_ptr(), dtype_of(name, x), x.stride(2), x.stride(3)};
+  call.x_row = x.stride(0);
+  call.x_head = x.stride(1);
+  const bool shared = cos.dim() && cos.size(0) == 1;
+  const auto of_tokens = [&](const char* name, const Tensor& from, int64_t& row) {
+    check(name, from, first, {shared ? 1 : rows, call.tokens, call.d});
+    row = shared ? 0 : from.stride(0);
+    return Matrix{from.const_data_ptr(), call.x.dtype, from.stride(1), from.stride(2)};
+  };
+  call.cos = of_tokens("cos", cos, call.cos_row);
+  call.sin = of_tokens("sin", sin, call.sin_row);
+  Tensor y = allocate(x, {rows, call.heads, call.tokens, call.d}, x.scalar_type(), call.y);
+  run_rows(&CpuDriver::rotary_rows, call, rows * call.heads * call.tokens, call.d);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& query, const Tensor& key,
+                                            const Tensor& cos, const Tensor& sin) {
+  check("query", query, query, {-1, -1, -1, -1});
+  return {rotated("query", query, query, cos, sin), rotated("key", key, query, cos, sin)};
+}
+
 }  // namespace
 }  // namespace icl_patch
 
@@ -68,4 +104,5 @@ STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
   ICL_PATCH_IMPL(read_direction);
   ICL_PATCH_IMPL(rms_norm);
   ICL_PATCH_IMPL(norm_pair);
+  ICL_PATCH_IMPL(rotary_embedding);
 }

@@ -73,12 +73,12 @@ inline Matrix matrix(const char* name, const Tensor& x, const Tensor& first, int
           x.stride(shared ? 0 : 1)};
 }
 
-// A new contiguous tensor of up to three dimensions on the device of `like`; sets `data` to its
+// A new contiguous tensor of up to four dimensions on the device of `like`; sets `data` to its
 // address. new_empty would be looked up by its name at every call.
 template <class T>
 Tensor allocate(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype,
                 T*& data) {
-  int64_t strides[3] = {1, 1, 1};
+  int64_t strides[4] = {1, 1, 1, 1};
   for (size_t i = size.size(); i-- > 1;)
     strides[i - 1] = strides[i] * std::max<int64_t>(size.begin()[i], 1);
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

@@ -94,6 +94,16 @@ struct Gated {
   void* y = nullptr;  // (rows, n) contiguous, gate's dtype
 };
 
+// Rotary positions: y = x cos + (-x₂, x₁) sin, where x₁ and x₂ are the halves of x; the products and
+// their sum are rounded to x's dtype.
+struct Rotary {
+  int64_t heads = 0, tokens = 0, d = 0;
+  Matrix x;         // (tokens, d) of a row and a head
+  Matrix cos, sin;  // (tokens, d) of a row
+  int64_t x_row = 0, x_head = 0, cos_row = 0, sin_row = 0;  // strides
+  void* y = nullptr;  // (rows, heads, tokens, d) contiguous, x's dtype
+};
+
 // Attention of one token a row: y = softmax(scale q·k) v over the keys that the row sees.
 struct Attention {
   static constexpr int64_t kPart = 256;  // visible keys that are summed apart

@@ -17,6 +17,7 @@
   void invert_rows(const Inversion& call, int64_t begin, int64_t end);                           \
   void norm_rows(const Norm& call, int64_t begin, int64_t end);                                  \
   void gated_outputs(const Gated& call, int64_t begin, int64_t end);                             \
+  void rotary_rows(const Rotary& call, int64_t begin, int64_t end);                              \
   void attention_parts(const Attention& call, int64_t begin, int64_t end);                       \
   void attention_outputs(const Attention& call, int64_t begin, int64_t end);                     \
   void read_direction(const Matrix& z, int64_t row, int64_t count, void* v, void* inverse_norm2, \

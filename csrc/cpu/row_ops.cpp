@@ -1,4 +1,5 @@
-// The CPU drivers of the norm before the MLP and of the direction that the readers share.
+// The CPU drivers of the norm before the MLP, of the direction that the readers share, and of rotary
+// positions.
 // Elementwise loops for the compiler to vectorise, sums in fp64 in a fixed number of lanes, and no
 // fused multiply-add: every instruction set gives the same bits.
 #include <algorithm>
@@ -107,6 +108,30 @@ void norm_rows(const Norm& call, int64_t begin, int64_t end) {
     }
     finish(reduced, row);
     if (call.delta) write_direction(row.data(), n, call.v + m * n, call.inverse_norm2 + m);
+  }
+}
+
+// Rows [begin, end) of y.
+void rotary_rows(const Rotary& call, int64_t begin, int64_t end) {
+  const int64_t d = call.d, half = d / 2;
+  const DType dtype = call.x.dtype;
+  std::vector<float> buffer(4 * d);
+  float *x = buffer.data(), *y = x + d, *cos = y + d, *sin = cos + d;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t token = item % call.tokens, head = item / call.tokens % call.heads;
+    const int64_t row = item / call.tokens / call.heads;
+    load_fp32(call.x.shifted(row * call.x_row + head * call.x_head), token, d, x);
+    load_fp32(call.cos.shifted(row * call.cos_row), token, d, cos);
+    load_fp32(call.sin.shifted(row * call.sin_row), token, d, sin);
+    for (int64_t i = 0; i < half; ++i) {
+      y[i] = -x[half + i] * sin[i];
+      y[half + i] = x[i] * sin[half + i];
+    }
+    for (int64_t i = 0; i < d; ++i) x[i] *= cos[i];
+    round_to(dtype, d, x);
+    round_to(dtype, d, y);
+    for (int64_t i = 0; i < d; ++i) x[i] += y[i];
+    store(x, d, dtype, call.y, item * d);
   }
 }
 

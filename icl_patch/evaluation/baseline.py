@@ -61,7 +61,7 @@ def baseline(
         if cache is None or keep_last or switches(model, sequences):
             cache = kv_cache.new_cache(model)
             forward_passes.run_head(model, sequences, cache, **further)
-        with running_in(arithmetic):
+        with running_in(arithmetic, model):
             logits.append(forward_passes.run_tail(model, sequences, cache)[:, -1])
         tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
         ids, mask = extended(ids, mask, tokens[-1][:, None])

@@ -1,10 +1,11 @@
 """Run the norms and gated MLPs of a decode step through our ops, which take fewer launches.
 
-A module is tried on random rows: if one of our ops gives the same output, it takes the module's
-place. No table lists classes.
+An MLP is tried on random rows: if one of our ops gives the same output, it takes the module's
+place, as for norms (:func:`icl_patch.layers.rms_norm.rms_norms`). No table lists classes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,33 +17,23 @@ from icl_patch import metrics, ops
 from icl_patch.activations import ACTIVATIONS
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
 from icl_patch.layers.linear import LINEAR, PatchedLinear
-from icl_patch.layers.patched_module import PatchedModule, like_rows_of, rows_of, untouched
-from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norm_form
-from icl_patch.models.forward_override import Forward
+from icl_patch.layers.patched_module import like_rows_of, rows_of, untouched
+from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norms
+from icl_patch.models.forward_override import Forward, FusedModule
 from icl_patch.recording.attached_block import AttachedBlock
 
 _ROUNDINGS = 16  # the allowed difference between two orders of the same arithmetic
-# Scales of the rows that a module is tried on; the large ones show whether it clamps.
+# Scales of the rows that an MLP is tried on; the large ones show whether it clamps.
 _SCALES = (1.0, 30.0, 1000.0)
 
 
 @dataclass(frozen=True)
-class FusedModule:
-    """A module's forward in fewer launches, ``run``, for a call with one input; other calls run the
-    module's own forward.
-
-    block: the block whose recorder gets its input from this norm before its MLP; None for others.
+class NormBefore(FusedModule):
+    """The norm before a block's MLP, which also gives the block's recorder delta and the readers'
+    direction.
     """
 
-    module: Any
-    run: Callable[[Tensor], Tensor]
-    block: AttachedBlock | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output."""
-        if len(args) == 1 and not kwargs:
-            return self.run(args[0])
-        return type(self.module).forward(self.module, *args, **kwargs)
+    block: AttachedBlock
 
 
 @torch.no_grad()
@@ -54,54 +45,33 @@ def fused_modules(
     Args:
         model: the model. blocks: its blocks, with their patched modules off.
         keeps_bits: whether the ops must have the modules' bits in the batch-invariant arithmetic,
-            because a replay runs the modules. Norms sum in another order.
+            because a replay runs the modules.
     """
-    if keeps_bits:
-        with running_in(BATCH_INVARIANT):
-            return list(_gated(blocks, 0))
-    found = [*_norms_before(blocks), *_gated(blocks, _ROUNDINGS)]
-    seen = {fused.module for fused in found}
-    for module in model.modules():
-        if module not in seen and (norm := _rms_norm(module)) is not None:
+    with running_in(BATCH_INVARIANT, model) if keeps_bits else nullcontext():
+        found: list[FusedModule] = [*_gated(blocks, 0 if keeps_bits else _ROUNDINGS)]
+    before = dict(_inputs(blocks))
+    for norm in rms_norms(model):
+        module = norm.base_layer
+        if not untouched(module):
+            continue
+        if (block := before.get(module)) is not None:
+            found.append(NormBefore(module, _pair(norm, block), block))
+        else:
             found.append(FusedModule(module, norm.in_one_launch))
     return found
 
 
-def _rms_norm(module: nn.Module) -> PatchedRMSNorm | None:
-    """A module as an RMSNorm with a scale of ``w`` or ``1 + w``, if it is one."""
-    weight = getattr(module, "weight", None)
-    if (
-        isinstance(module, PatchedModule)
-        or not isinstance(weight, nn.Parameter)
-        or weight.dim() != 1
-        or not untouched(module)
-        # the classes of transformers compute in fp32 even so, our op does not
-        or weight.dtype == torch.float64
-    ):
-        return None
-    x = _trial(len(weight), weight, 1e-3)  # where eps shows
-    try:
-        form = rms_norm_form(module, x, module(x))
-    except Exception:  # the module's own code takes other inputs: no RMSNorm
-        return None
-    if form is None:
-        return None
-    return PatchedRMSNorm(module, scale_offset=form[0], cast_first=form[1])
-
-
-def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[FusedModule]:
-    """The norms before the MLPs, which also give the blocks' recorders their delta and their
-    readers' direction.
-    """
+def _inputs(blocks: Sequence[AttachedBlock]) -> Iterator[tuple[nn.Module, AttachedBlock]]:
+    """The modules whose input is all of a block's residual stream before its MLP."""
     for block in blocks:
         side, _, path = block.spec.residual[0].partition(" of ")
         if side == "input" and path and len(block.spec.residual) == 1:
-            module = block.module.get_submodule(path)
-            if (norm := _rms_norm(module)) is not None:
-                yield FusedModule(module, _pair(norm, module, block), block)
+            yield block.module.get_submodule(path), block
 
 
-def _pair(norm: PatchedRMSNorm, module: Any, block: AttachedBlock) -> Callable[[Tensor], Tensor]:
+def _pair(norm: PatchedRMSNorm, block: AttachedBlock) -> Callable[[Tensor], Tensor]:
+    module: Any = norm.base_layer
+
     def run(x: Tensor) -> Tensor:
         on_norm_pair = block.on_norm_pair
         if on_norm_pair is None:
@@ -113,7 +83,7 @@ def _pair(norm: PatchedRMSNorm, module: Any, block: AttachedBlock) -> Callable[[
             scale_offset=norm.scale_offset,
             cast_first=norm.cast_first,
         )
-        on_norm_pair(pair)
+        on_norm_pair(pair, x)
         return pair.z_pair.reshape(x.shape)
 
     return run
@@ -182,10 +152,10 @@ def _activation(module: nn.Module) -> str | None:
     )
 
 
-def _trial(width: int, like: Tensor, *scales: float) -> Tensor:
-    """Three random rows for each of ``_SCALES`` and ``scales``, (M, width)."""
+def _trial(width: int, like: Tensor) -> Tensor:
+    """Three random rows for each of ``_SCALES``, (M, width)."""
     rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2))
-    return torch.cat([scale * rows for scale in (*_SCALES, *scales)]).to(like.device, like.dtype)
+    return torch.cat([scale * rows for scale in _SCALES]).to(like.device, like.dtype)
 
 
 def _same(fused: Forward, module: nn.Module, x: Tensor, roundings: int) -> bool:

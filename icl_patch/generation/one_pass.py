@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
-from icl_patch.generation.fused_modules import fused_modules
+from icl_patch.generation.fused_modules import NormBefore, fused_modules
+from icl_patch.generation.rotary import fused_rotary, rotary_overrides
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.two_streams import TwoStreams
@@ -90,7 +91,8 @@ class OnePass:
     Attributes:
         layout: where the rows of both streams are, and which of the model's forwards change.
         keeps_bits: whether a row has the same bits in a step and in the replay of its patch.
-        fused: the norms and gated MLPs that run as single operations.
+        fused, rotary: the norms and gated MLPs, and the rotary functions of the blocks' source
+            files, that run as single operations.
         rounding: the context in which a step runs in the arithmetic.
 
     Raises:
@@ -115,6 +117,7 @@ class OnePass:
         )
         self.keeps_bits = arithmetic == BATCH_INVARIANT
         self.fused = fused_modules(model, blocks, keeps_bits=self.keeps_bits)
+        self.rotary = rotary_overrides(blocks)
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
         self.rounding: Callable[[], AbstractContextManager[None]] = (
@@ -168,7 +171,8 @@ class DecodeStep:
             last_logits=1,
         )
         active = self.plan.layout.active(step_inputs)
-        with recording(recorders), active, self._overrides, self.plan.rounding():
+        rotary = nullcontext() if self._for_inductor else fused_rotary(self.plan.rotary)
+        with recording(recorders), active, self._overrides, self.plan.rounding(), rotary:
             logits = model(**model_inputs).logits[-self.batch :, -1]
         misses = close_loops(recorders) if self.plan.exact else None
         factors = [recorder.factors for recorder in recorders]
@@ -190,9 +194,9 @@ class DecodeStep:
         return ForwardOverrides([*forwards.items(), *self._head()])
 
     @cached_property
-    def _norm_receivers(self) -> set[AttachedBlock | None]:
+    def _norm_receivers(self) -> set[AttachedBlock]:
         """The blocks whose recorder gets its input from the fused pre-MLP norm."""
-        return {found.block for found in self._fused}
+        return {found.block for found in self._fused if isinstance(found, NormBefore)}
 
     def _head(self) -> list[tuple[nn.Module, Forward]]:
         """The head is the widest matrix of all: it runs only on the rows without the context,

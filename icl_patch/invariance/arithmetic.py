@@ -4,6 +4,7 @@ batch.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from icl_patch.invariance.functions import (
     ROW_FUNCTIONS,
     is_own,
 )
-from icl_patch.layers.device_hooks import input_device
+from icl_patch.layers.device_hooks import hooks_of, input_device, run_aligned
 from icl_patch.layers.product_interception import Replacing
-from icl_patch.models.forward_override import Forward, ForwardOverrides
+from icl_patch.layers.rms_norm import rms_norms
+from icl_patch.models.forward_override import Forward, ForwardOverrides, FusedModule
 from icl_patch.models.recurrent_state import is_recurrent
 
 MODEL, BATCH_INVARIANT = "model", "batch_invariant"
@@ -40,13 +42,14 @@ def reason_against(model: PreTrainedModel) -> str | None:
 
 
 @contextmanager
-def running_in(arithmetic: str, *, attention: bool = False) -> Iterator[None]:
+def running_in(arithmetic: str, model: nn.Module, *, attention: bool = False) -> Iterator[None]:
     """Within this context a model's calls in this thread run in an arithmetic.
 
     Args:
         arithmetic: ``"model"``: torch's functions, as the model calls them.
-            ``"batch_invariant"``: products and activations in which a row's bits do not depend on
-            the rows beside it.
+            ``"batch_invariant"``: products, activations and RMSNorms in which a row's bits do not
+            depend on the rows beside it.
+        model: the model.
         attention: whether attention is batch-invariant for several tokens a row too, not for one
             alone. A token without a context attends to itself, and needs none of that.
     """
@@ -54,8 +57,23 @@ def running_in(arithmetic: str, *, attention: bool = False) -> Iterator[None]:
         yield
         return
     table = {**ROW_FUNCTIONS, **(ATTENTION if attention else ONE_TOKEN_ATTENTION)}
-    with _products(), Replacing(table):
+    with _products(), Replacing(table), ForwardOverrides(_norms(model)):
         yield
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
+    """The RMSNorms of a model, with forwards that take one launch each."""
+    for norm in rms_norms(model):
+        module = norm.base_layer
+        fused = FusedModule(module, norm.in_one_launch)
+        if hooks_of(module):
+            yield module, partial(_inside_hooks, fused)
+        else:
+            yield module, fused
+
+
+def _inside_hooks(fused: FusedModule, *args: Any, **kwargs: Any) -> Any:
+    return run_aligned(fused.module, fused, args, kwargs)
 
 
 @contextmanager

@@ -53,19 +53,21 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
             f"expected attention 'sdpa', got {implementation!r}: load the model with"
             " attn_implementation='sdpa'"
         )
-    with ForwardOverrides([(model, partial(_run, model.forward, attention))]):
+    with ForwardOverrides([(model, partial(_run, model, model.forward, attention))]):
         _self_check(model, attention)
         yield
 
 
-def _run(own: Callable[..., Any], attention: bool, *args: Any, **kwargs: Any) -> Any:
+def _run(
+    model: PreTrainedModel, own: Callable[..., Any], attention: bool, *args: Any, **kwargs: Any
+) -> Any:
     """The model's forward ``own`` on batch-invariant functions."""
     if torch.is_grad_enabled():
         raise ValueError("expected a call within torch.no_grad(), got one with gradients enabled")
     ids = kwargs.get("input_ids", args[0] if args else None)
     if ids is not None and torch.is_autocast_enabled(ids.device.type):
         raise ValueError("expected a call without torch.autocast, got one within it")
-    with running_in(BATCH_INVARIANT, attention=attention):
+    with running_in(BATCH_INVARIANT, model, attention=attention):
         return own(*args, **kwargs)
 
 

@@ -1,11 +1,20 @@
-"""PatchedRMSNorm: an RMSNorm with a scale per token."""
+"""PatchedRMSNorm: an RMSNorm with a scale per token; and which modules of a model are RMSNorms."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from icl_patch import ops
-from icl_patch.layers.device_hooks import weight_of
-from icl_patch.layers.patched_module import PatchedModule, matches_rows
+from icl_patch.layers.device_hooks import hooks_of, weight_of
+from icl_patch.layers.patched_module import PatchedModule, matches_rows, with_base
+
+# Scales of the rows that a module is tried on: the small one shows its eps, the large ones whether
+# it clamps.
+_SCALES = (1e-3, 1.0, 30.0, 1000.0)
 
 
 class PatchedRMSNorm(PatchedModule):
@@ -75,26 +84,30 @@ class PatchedRMSNorm(PatchedModule):
         return self.apply_scale(x, self.new_scale)
 
     def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:
-        """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``; with the base's own scale
-        the base's own bits.
+        """``m' ⊙ Norm(x)``, (..., n) -> (..., n): in x's dtype by our op, with the bits of
+        :meth:`in_one_launch` where ``m'`` is the base's scale; in fp64 for an fp64 ``m'``.
         """
-        normalized = self.normalize(x)
         if new_scale.dim() > 1:
             new_scale = new_scale.reshape(x.shape)
-        y = normalized * new_scale.to(torch.promote_types(new_scale.dtype, normalized.dtype))
-        return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
+        if torch.float64 in (x.dtype, new_scale.dtype):
+            return self._scaled(x, new_scale)
+        return self._by_op(x, new_scale, 0.0)
 
-    def in_one_launch(self, x: Tensor, new_scale: Tensor | None = None) -> Tensor:
-        """``m' ⊙ Norm(x)``, or the base module's output, by our op: equal to theirs up to rounding;
-        with the base's scale both have the same bits.
-        """
+    def _scaled(self, x: Tensor, scale: Tensor) -> Tensor:
+        """``m' ⊙ Norm(x)`` by torch's operators; with the base's own scale the base's own bits."""
+        normalized = self.normalize(x)
+        y = normalized * scale.to(torch.promote_types(scale.dtype, normalized.dtype))
+        return y if scale.dtype == torch.float64 else y.to(x.dtype)
+
+    def in_one_launch(self, x: Tensor) -> Tensor:
+        """The base module's output by our op: equal to the module's up to rounding."""
+        weight = self.base_layer.weight
+        assert isinstance(weight, Tensor)
+        return self._by_op(x, weight, self.scale_offset)
+
+    def _by_op(self, x: Tensor, scale: Tensor, offset: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        scale, offset = (
-            (self.base_layer.weight, self.scale_offset)
-            if new_scale is None
-            else (new_scale.reshape(rows.shape), 0.0)
-        )
-        assert isinstance(scale, Tensor)
+        scale = scale if scale.dim() == 1 else scale.reshape(rows.shape)
         return ops.rms_norm(
             rows, scale, self.eps, scale_offset=offset, cast_first=self.cast_first
         ).reshape(x.shape)
@@ -110,7 +123,60 @@ def rms_norm_form(module: nn.Module, x: Tensor, output: Tensor) -> tuple[float, 
     for scale_offset in (0.0, 1.0):
         for cast_first in (True, False):
             norm = PatchedRMSNorm(module, scale_offset=scale_offset, cast_first=cast_first)
-            y = norm.apply_scale(x, norm.scale)
+            y = norm._scaled(x, norm.scale)
             if bool(((y == output) | (y.isnan() & output.isnan())).all()):
                 return scale_offset, cast_first
     return None
+
+
+def rms_norms(model: nn.Module) -> Iterator[PatchedRMSNorm]:
+    """The RMSNorms of a model with a scale of ``w`` or ``1 + w``, those beneath patched modules
+    among them, as new patched norms; not those whose forward somebody but accelerate has replaced.
+
+    No table lists classes: a copy with random weights is tried on random rows.
+    """
+    for module in model.modules():
+        for part in with_base(module):
+            form = _form_of(part)
+            if form is not None:
+                yield PatchedRMSNorm(part, scale_offset=form[0], cast_first=form[1])
+
+
+_forms: dict[Any, tuple[float, bool] | None] = {}  # by everything that a module's form depends on
+
+
+def _form_of(module: nn.Module) -> tuple[float, bool] | None:
+    weight = module._parameters.get("weight")
+    if (
+        isinstance(module, PatchedModule)
+        or type(weight) is not nn.Parameter
+        or isinstance(weight.data, DTensor)
+        or weight.dim() != 1
+        or ("forward" in vars(module) and not hooks_of(module))
+        # the classes of transformers compute in fp32 even so, our op does not
+        or weight.dtype == torch.float64
+    ):
+        return None
+    names = vars(module).items()
+    settings = [(name, x) for name, x in names if isinstance(x, bool | int | float | str)]
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    key = (type(module), *settings, len(weight), weight.dtype, device)
+    if key not in _forms:
+        _forms[key] = _tried(module, len(weight), weight.dtype, device)
+    return _forms[key]
+
+
+@torch.no_grad()
+def _tried(
+    module: nn.Module, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[float, bool] | None:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(3, width, generator=generator)
+    x = torch.cat([scale * rows for scale in _SCALES]).to(device, dtype)
+    weight = nn.Parameter(torch.randn(width, generator=generator).to(device, dtype))
+    like = copy.copy(module)
+    vars(like).update(_parameters={**module._parameters, "weight": weight})
+    try:
+        return rms_norm_form(like, x, type(module).forward(like, x))
+    except Exception:  # the module's own code takes other inputs: no RMSNorm
+        return None

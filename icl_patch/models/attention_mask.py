@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -88,7 +88,8 @@ class TableOverride:
     def __init__(
         self, names: MutableMapping[str, Any], name: str, wrap: Callable[[Any], Any]
     ) -> None:
-        self._names, self._name, self._made = names, name, wrap(names[name])
+        self._names, self._name, self._wrap = names, name, wrap
+        self._wrapped, self._made = names[name], wrap(names[name])
         self._before: Any = None
         self._users, self._lock = set[object](), threading.Lock()
 
@@ -100,6 +101,8 @@ class TableOverride:
             with self._lock:
                 if not self._users:
                     self._before = self._names[self._name]
+                    if self._before is not self._wrapped:  # somebody has put another one there
+                        self._wrapped, self._made = self._before, self._wrap(self._before)
                     self._names[self._name] = self._made
                 self._users.add(user)
             yield
@@ -169,18 +172,20 @@ _masks = [TableOverride(_table, name, _restricting) for name in _IMPLEMENTATIONS
 _PAD = "maybe_pad_block_sequence_ids"
 if hasattr(masking_utils, _PAD):
     _masks.append(TableOverride(vars(masking_utils), _PAD, _padding))
-_alibis: dict[str, TableOverride] = {}
+_of_files: dict[tuple[str, str], TableOverride] = {}
 _adding = threading.Lock()
 
 
-def _alibi_override(model: PreTrainedModel) -> list[TableOverride]:
-    """The override of the function with which the model's module builds alibi, if it has one."""
-    home = vars(sys.modules[type(model).__module__])
-    name = "build_alibi_tensor"
+def file_override(module: nn.Module, name: str, wrap: Callable[[Any], Any]) -> list[TableOverride]:
+    """The override of the function ``name`` in the source file of the module's class, if it has
+    one; always with the same ``wrap``.
+    """
+    home = vars(sys.modules[type(module).__module__])
+    key = home["__name__"], name
     with _adding:
-        if name in home and home["__name__"] not in _alibis:
-            _alibis[home["__name__"]] = TableOverride(home, name, _repositioning)
-    return [_alibis[home["__name__"]]] if name in home else []
+        if name in home and key not in _of_files:
+            _of_files[key] = TableOverride(home, name, wrap)
+    return [_of_files[key]] if name in home else []
 
 
 def check_attention(model: PreTrainedModel) -> None:
@@ -203,7 +208,8 @@ def restricted_attention(model: PreTrainedModel, visibility: Visibility) -> Iter
     token = _visibility.set(visibility)
     try:
         with ExitStack() as stack:
-            for override in (*_masks, *_alibi_override(model)):
+            alibi = file_override(model, "build_alibi_tensor", _repositioning)
+            for override in (*_masks, *alibi):
                 stack.enter_context(override())
             yield
     finally:

@@ -5,7 +5,11 @@ expected and the actual value. :mod:`icl_patch.ops.dispatch` chooses whether it 
 library, in Triton's kernels or in plain torch (:mod:`icl_patch.ops.reference`, the specification).
 """
 
-from icl_patch.ops.attention import decode_attention, has_decode_attention
+from icl_patch.ops.attention import (
+    decode_attention,
+    has_decode_attention,
+    rotary_embedding,
+)
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import has_kernels, has_triton
 from icl_patch.ops.experts import expert_linear
@@ -47,5 +51,6 @@ __all__ = [
     "record_linears",
     "rms_norm",
     "rms_normalize",
+    "rotary_embedding",
     "stable_scale",
 ]

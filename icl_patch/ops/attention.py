@@ -1,8 +1,8 @@
-"""Attention of one token a row over a cache of keys and values."""
+"""Attention of one token a row over a cache of keys and values; rotary positions."""
 
 from torch import Tensor
 
-from icl_patch.checks import check_decode_attention
+from icl_patch.checks import check_decode_attention, check_rotary_embedding
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import Op, native_serves
 
@@ -45,6 +45,35 @@ _decode_attention = Op(
     check_decode_attention,
     reference.decode_attention,
     triton_if=lambda *_: False,  # torch's own kernels serve GPUs
+)
+
+
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``x cos + (-x₂, x₁) sin`` of query and key, where x₁ and x₂ are the halves of a row x: rotary
+    positions in the form of Llama.
+
+    Args:
+        query: (B, H, T, D) float, D even.
+        key: (B, G, T, D), query's dtype; both of any strides.
+        cos, sin: (B, T, D), or (1, T, D) for all rows, query's dtype.
+
+    Returns:
+        Both rotated, in their shapes; the products and their sum are rounded to query's dtype, as
+        torch's operators round them.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+    """
+    rotated: tuple[Tensor, Tensor] = _rotary_embedding(query, key, cos, sin)
+    return rotated
+
+
+_rotary_embedding = Op(
+    "rotary_embedding",
+    check_rotary_embedding,
+    reference.rotary_embedding,
+    triton_if=lambda *_: False,
 )
 
 

@@ -163,6 +163,16 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return activation_named(activation)(wide).to(gate.dtype) * up
 
 
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``x cos + (-x₂, x₁) sin`` of query and key (B, ·, T, D), where x₁ and x₂ are the halves."""
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
+
+    return rotated(query), rotated(key)
+
+
 def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:

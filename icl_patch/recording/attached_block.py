@@ -88,8 +88,9 @@ class AttachedBlock:
         self.block, self.spec, self.attachment = block, spec, attachment
         self.module = model.get_submodule(block.path)
         self.device = device_of(self.module)
-        # the recorder's, where the norm before the MLP reports both streams in one launch
-        self.on_norm_pair: Callable[[NormPair], None] | None = None
+        # the recorder's, where the norm before the MLP reports both streams in one launch, with
+        # its input
+        self.on_norm_pair: Callable[[NormPair, Tensor], None] | None = None
         # an exact step's recorder's, where the block's forward returns the context stream alone
         self.on_sum: Callable[[Tensor], None] | None = None
         self._swapped: list[

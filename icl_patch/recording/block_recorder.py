@@ -359,8 +359,8 @@ class BlockRecorder:
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m ⊙ Norm(x)`` for the rows with the context, ``m' ⊙ Norm(x)`` for the others."""
         x_ctx, x_own = self.split(x)
-        patched = layer.apply_scale(x_own, new_scale)
-        return self.join(None if x_ctx is None else layer.base_layer(x_ctx), patched, x)
+        with_context = None if x_ctx is None else layer.apply_scale(x_ctx, layer.scale)
+        return self.join(with_context, layer.apply_scale(x_own, new_scale), x)
 
     # -- norms that read a sum
 

@@ -59,6 +59,18 @@ class DecodeRecorder(BlockRecorder):
         self.patch_index, self.shape = patch_index.to(block.device), (len(patch_index) // 2, 1)
         self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
 
+    def hook_stream(self, stack: ExitStack) -> None:
+        """See the residual stream: through the norm before the MLP, if it gives both streams."""
+        if self.receives_norm_input:
+            self.block.on_norm_pair = self.on_norm_pair
+        else:
+            self.block.hook_residual(stack, self.on_residual)
+
+    def on_norm_pair(self, pair: ops.NormPair, _x: Tensor) -> None:
+        """Take delta and the direction of z from the norm before the MLP, whose input is ``x``."""
+        self.delta = self.unflat(pair.delta)
+        self.set_direction(pair.z_pair, pair.direction)
+
     def note(self, name: str, *arguments: Any) -> None:
         """Call a method of the block's diagnostics later."""
         self.notes.append((name, arguments))
@@ -125,11 +137,8 @@ class InexactDecodeRecorder(DecodeRecorder):
     """The recorder of a step of the direct or stable update."""
 
     def hook(self, stack: ExitStack) -> None:
-        """See the residual stream: through the norm before the MLP, if it gives both streams."""
-        if self.receives_norm_input:
-            self.block.on_norm_pair = self.on_norm_pair
-        else:
-            self.block.hook_residual(stack, self.on_residual)
+        """See the residual stream."""
+        self.hook_stream(stack)
 
     def on_residual(self, x: Tensor) -> None:
         """Take one term of the residual stream before the MLP."""
@@ -139,11 +148,6 @@ class InexactDecodeRecorder(DecodeRecorder):
         dtype = torch.promote_types(x.dtype, torch.float32)
         x_ctx, x = self.split(x)
         self.delta = x_ctx.to(dtype) - x.to(dtype)
-
-    def on_norm_pair(self, pair: ops.NormPair) -> None:
-        """Take delta and the direction of z from the norm before the MLP."""
-        self.delta = self.unflat(pair.delta)
-        self.set_direction(pair.z_pair, pair.direction)
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output; a weight writer's in one product, which reads W once."""
@@ -180,16 +184,6 @@ class InexactDecodeRecorder(DecodeRecorder):
         assert direction.coeff is not None
         return (y + self.unflat(direction.coeff) * self._factors[layer, "u"]).to(dtype)
 
-    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
-        if x.dtype == torch.float64:
-            return super()._apply_new_scale(layer, x, new_scale)
-        if self.for_inductor:
-            scale = layer.scale.to(new_scale.dtype).expand_as(new_scale)
-            return layer.apply_scale(x, torch.cat([scale, new_scale]))
-        x_ctx, x_own = self.split(x)
-        patched = layer.in_one_launch(x_own, new_scale)
-        return self.join(layer.in_one_launch(x_ctx), patched, x)
-
 
 class ExactDecodeRecorder(DecodeRecorder):
     """The recorder of an exact step: :func:`close_loops` chooses the factor after the pass.
@@ -202,10 +196,8 @@ class ExactDecodeRecorder(DecodeRecorder):
 
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
-    # of a weight writer: the module, its input h (B, 1, K) and output (B, 1, d), and both streams'
-    # residual stream before the MLP (2B, 1, d)
-    waiting: tuple[PatchedLinear, Tensor, Tensor, Tensor] | None = None
-    _stream: Tensor | None = None
+    # of a weight writer: the module, its input h (B, 1, K) and output (B, 1, d)
+    waiting: tuple[PatchedLinear, Tensor, Tensor] | None = None
 
     def __init__(self, *arguments: Any, writer_first: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -219,23 +211,15 @@ class ExactDecodeRecorder(DecodeRecorder):
             self.block.hook_end(stack, self.on_inner_sum, first=True)
         if self.block.mixture is not None:
             self.block.hook(stack, self.block.mixture.register_forward_hook, self.on_mixture)
-        self.block.hook_residual(stack, self.on_residual)
+        self.hook_stream(stack)
 
-    @property
-    def _waits(self) -> bool:
-        """Whether nothing in the pass depends on delta, so that alike blocks can be written at once
-        when it has ended.
-        """
-        spec = self.spec
-        alone = len(spec.residual) == 1 and self.block.mixture is None
-        return spec.writer is Writer.WEIGHT and not spec.mixer and alone
-
-    def on_residual(self, x: Tensor) -> None:
-        """Take one term of the residual stream before the MLP."""
-        if self._waits:
-            self._stream = x.clone()  # some models add to the tensor itself
-        else:
-            super().on_residual(x)
+    def on_norm_pair(self, pair: ops.NormPair, x: Tensor) -> None:
+        """Take the residual stream too: a copy, because some models add to the tensor itself."""
+        super().on_norm_pair(pair, x)
+        x_ctx, x = self.split(x)
+        self.context.hidden = x_ctx.to(pair.delta.dtype, copy=True)
+        if self.block.mixture is not None:
+            self._residuals = [(self.context.hidden, x.to(pair.delta.dtype, copy=True))]
 
     def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
         """Keep a reader's factors, and its output with the context, which a miss needs."""
@@ -246,11 +230,12 @@ class ExactDecodeRecorder(DecodeRecorder):
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm
         reads it.
         """
-        if not self._waits or self._stream is None:
+        waits = self.spec.writer is Writer.WEIGHT and not self.spec.mixer
+        if not waits or self.delta is None:
             return super().down(layer, h)
         plain, dtype = layer.plain(h, self.rows)
         y_ctx, y = self.split(plain)
-        self.waiting = layer, self.split(h)[1], y, self._stream
+        self.waiting = layer, self.split(h)[1], y  # alike blocks are written at once, at the end
         return self.join(y_ctx, torch.zeros_like(y, dtype=dtype), plain)
 
     def written(self, _layer: PatchedLinear, _h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -316,11 +301,7 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
     for _, group in groupby(recorders, form):
         alike = list(group)
         layers, *tensors = zip(*(recorder.waiting or () for recorder in alike), strict=True)
-        h, y, streams = map(torch.stack, tensors)
-        wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
-        hidden, own = wide.reshape(len(alike), 2, -1, *h.shape[2:-1], wide.shape[-1]).unbind(1)
-        for recorder, stream, delta in zip(alike, hidden, hidden - own, strict=True):
-            recorder.context.hidden, recorder.delta = stream, delta
+        h, y = map(torch.stack, tensors)
         target = torch.stack([recorder.writer_target() for recorder in alike])
         v, inverse, _ = ops.read_direction(h, torch.float64)
         parts = (y.double(), target.double(), v, inverse, written_gain(h, v))

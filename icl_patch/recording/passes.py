@@ -211,7 +211,7 @@ def close_on(
             BlockRecorder(block, update, valid, context.part(part))
             for block, context in zip(blocks, activations, strict=True)
         ]
-        with running_in(patch.info.arithmetic), recording(recorders):
+        with running_in(patch.info.arithmetic, attached.model), recording(recorders):
             reduced.append(run_kept(attached.model, patch, prefix, part))
         factors = [(recorder.block, recorder.factors) for recorder in recorders]
         layers.append(tuple(layer | scales_of(block, layer) for block, layer in factors))
@@ -236,7 +236,8 @@ def replay_logits(attached: HasBlocks, patch: ContextPatch, prefix: Cache | None
             {name: x if x.dim() == 1 else x[:, part] for name, x in patch.layers[place].items()}
             for place in attached.places
         ]
-        with running_in(patch.info.arithmetic), replaying(attached.blocks, layers):
+        in_arithmetic = running_in(patch.info.arithmetic, attached.model)
+        with in_arithmetic, replaying(attached.blocks, layers):
             logits.append(run_kept(attached.model, patch, cache, part))
     return torch.cat(logits, 1)
 

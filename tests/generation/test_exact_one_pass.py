@@ -228,3 +228,13 @@ def test_two_streams_in_16_bits_have_the_bits_of_their_replays(
             assert step.patch.info.arithmetic == BATCH_INVARIANT
             replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
             assert torch.equal(replayed, step.logits)
+
+
+def test_a_norm_that_writes_rounds_alike_in_wide_models() -> None:
+    """Its sum of squares: in 16 bits another order shows in one of some ten thousand elements."""
+    model = build("gemma3", dtype=torch.float16, hidden_size=640)
+    ids = tokens(0, 8, 11)
+    with ContextPatcher(model, "stable") as patcher:
+        for step in steps_of(patcher, 4, ids, context_mask=None, mode="two_stream"):
+            replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
+            assert torch.equal(replayed, step.logits)

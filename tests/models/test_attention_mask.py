@@ -53,6 +53,17 @@ def test_an_interrupt_leaves_nothing_behind(at: int) -> None:
     assert table["sdpa"] == 1
 
 
+def test_what_takes_the_functions_place_is_wrapped_in_its_turn() -> None:
+    table = {"sdpa": 1}
+    override = TableOverride(table, "sdpa", lambda function: function + 1)
+    with override():
+        assert table["sdpa"] == 2
+    table["sdpa"] = 5
+    with override():
+        assert table["sdpa"] == 6
+    assert table["sdpa"] == 5
+
+
 @torch.no_grad()
 def test_another_thread_sees_nothing_of_it() -> None:
     model, ids = build("llama", 0, num_hidden_layers=2), tokens(0, 2, 6)

@@ -1,4 +1,4 @@
-"""Attention of one token a row, in the implementation that runs here."""
+"""Attention of one token a row and rotary positions, in the implementation that runs here."""
 
 import pytest
 import torch
@@ -104,3 +104,37 @@ def test_registration_and_compilation() -> None:
         assert same_bits(compiled(query, key, value, mask), expected)
     meta = [x.to("meta") for x in (query, key, value)]
     assert ops.decode_attention(*meta).shape == (2, 4, 6)
+
+
+# rows, query heads, key heads, tokens, width, rows of angles
+ROTATED = [(1, 9, 3, 1, 64, 1), (3, 5, 2, 4, 10, 3), (2, 4, 4, 2, 128, 1), (0, 2, 1, 1, 6, 1)]
+
+
+@pytest.mark.parametrize("shape", ROTATED, ids=str)
+@every_dtype
+def test_rotary_embedding(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Two by two as complex numbers in fp64, and with the roundings of torch's operators."""
+    rows, heads, groups, tokens, width, angles = shape
+    rng = seeded(width)
+    # heads beside each other in memory, as a model has them
+    query, key = (
+        normal(rng, rows, tokens, count, width, dtype=dtype).transpose(1, 2)
+        for count in (heads, groups)
+    )
+    cos, sin = (normal(rng, angles, tokens, width // 2, dtype=dtype) for _ in range(2))
+    wide = torch.complex(cos.double(), sin.double()).unsqueeze(1)
+    cos, sin = (torch.cat([x, x], -1) for x in (cos, sin))
+    for _ in numbers_of_threads(1, 2):
+        with poisoned_memory():
+            both = ops.rotary_embedding(query, key, cos, sin)
+        for x, y in zip((query, key), both, strict=True):
+            first, second = x.double().chunk(2, -1)
+            turned = torch.complex(first, second) * wide
+            expected = torch.cat([turned.real, turned.imag], -1)
+            assert y.shape == x.shape and y.dtype == dtype
+            size = (first.abs() + second.abs()).repeat(1, 1, 1, 2) * wide.abs().repeat(1, 1, 1, 2)
+            assert ((y.double() - expected).abs() <= 3 * UNIT[dtype] * size + 1e-12).all()
+            half = x.roll(width // 2, -1) * sin.new_tensor([-1.0, 1.0]).repeat_interleave(
+                width // 2
+            )
+            assert same_bits(y, x * cos.unsqueeze(1) + half * sin.unsqueeze(1))

@@ -16,6 +16,9 @@ EXPERTS = {"x": ONES(3, 5), "weight": ONES(4, 7, 5), "expert": torch.zeros(3, 2)
 ATTENTION = {"query": ONES(2, 4, 3), "key": ONES(2, 2, 5, 3), "value": ONES(2, 2, 5, 3)}
 NORM = {"x": ONES(3, 5), "scale": ONES(5), "eps": 1e-5}
 PAIR = {"hidden": ONES(4, 5), "weight": ONES(5), "eps": 1e-5}
+ROTARY = dict.fromkeys(("query", "key"), ONES(2, 3, 1, 6)) | dict.fromkeys(
+    ("cos", "sin"), ONES(2, 1, 6)
+)
 GATED = {"gate": ONES(3, 5), "up": ONES(3, 5), "activation": "silu"}
 INVERT = {"target": ONES(3, 5), "scale": ONES(5), "rms": ONES(3)}
 META, INTS = ONES(4, 5, device="meta"), ONES(3, 5).int()
@@ -113,6 +116,26 @@ ERRORS = {
             ({"value": ONES(2, 2, 4, 3)}, ValueError, "expected value (B, G, S, E), "),
             ({"key": ONES(2, 2, 5, 3).half()}, TypeError, "key in query's dtype, got"),
             ({"mask": ONES(2, 5)}, TypeError, "expected mask in bools, got torch.float32"),
+        ],
+    ),
+    ops.rotary_embedding: (
+        ROTARY,
+        [
+            ({"query": ONES(2, 4, 6)}, ValueError, "expected query (B, H, T, D), got (2, 4, 6)"),
+            ({"key": ONES(2, 3, 1, 4)}, ValueError, "expected key (B, G, T, D), "),
+            ({"key": ONES(2, 3, 1, 6).half()}, TypeError, "key in query's dtype, got"),
+            ({"sin": ONES(1, 1, 6)}, ValueError, "expected sin (R, T, D), "),
+            (
+                {"cos": ONES(3, 1, 6), "sin": ONES(3, 1, 6)},
+                ValueError,
+                "cos and sin of 1 or 2 rows, got D = 6 and 3 rows",
+            ),
+            (
+                dict.fromkeys(("query", "key"), ONES(2, 3, 1, 5))
+                | dict.fromkeys(("cos", "sin"), ONES(2, 1, 5)),
+                ValueError,
+                "expected an even D, and cos and sin of 1 or 2 rows, got D = 5",
+            ),
         ],
     ),
     ops.invert_rmsnorm: (

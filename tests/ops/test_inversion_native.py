@@ -55,6 +55,8 @@ for dtype, n in itertools.product(FLOATS.values(), (3, 15, 64, 257, 2049)):
 test_native_linear.check_products()
 for dtype, shape in itertools.product((torch.float32, torch.float16), test_attention.SHAPES):
     test_attention.test_decode_attention(dtype, shape)
+for dtype, shape in itertools.product((torch.float32, torch.bfloat16), test_attention.ROTATED):
+    test_attention.test_rotary_embedding(dtype, shape)
 print(native.cpu_instructions, digest.hexdigest())
 """
 INSTRUCTIONS, UNKNOWN = ("portable", "avx2", "avx512", "avx512_bf16", "amx"), "sse9"

@@ -60,6 +60,22 @@ def test_offloaded_weights_have_the_bits_of_weights_in_memory(
     assert file == expected_file
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_patch_of_one_pass_replays_with_its_bits(family: str, way: str, tmp_path: Path) -> None:
+    """In the batch-invariant arithmetic, of which the norms are one."""
+    model = tiny_models.build(family, dtype=torch.bfloat16)
+    arguments = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+    with ContextPatcher(model) as patcher:
+        steps = list(patcher.generate(IDS[0], **arguments))
+        patches = [step.patch for step in steps]
+    model = offload(tiny_models.build(family, dtype=torch.bfloat16), way, tmp_path)
+    with unchanged(model), ContextPatcher(model) as patcher:
+        for step, patch in zip(steps, patches, strict=True):
+            assert patch.info.arithmetic == "batch_invariant"
+            assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
+
+
 def test_a_model_larger_than_memory(tmp_path: Path) -> None:
     imported_accelerate()
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 11}

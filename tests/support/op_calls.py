@@ -46,6 +46,12 @@ def _attention(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return ops.decode_attention(z.unsqueeze(1), key, value, mask)
 
 
+def _rotary(z: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Of three heads of two numbers, for each row another angle."""
+    query = z[:, None, :6].unflatten(-1, (3, 2)).transpose(1, 2)
+    return ops.rotary_embedding(query, 2 * query[:, :1], v[:, None, :2], v[:, None, 2:4])
+
+
 NAMES = ("z", "w", "u", "v", "b", "pool_u", "pool_v", "index")  # of the arguments
 CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "patched_linear": lambda z, w, u, v, b, **_: ops.patched_linear(z, w, u, v, b),
@@ -67,6 +73,7 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "gated_product": lambda z, v, **_: ops.gated_product(z, v, "silu"),
     "gated_product, by tanh": lambda z, v, **_: ops.gated_product(z, v, "gelu_tanh"),
     "decode_attention": lambda z, u, v, **_: _attention(z, u, v),
+    "rotary_embedding": lambda z, v, **_: _rotary(z, v),
     "invert_rmsnorm": lambda z, u, v, **_: ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden,
     "stable_scale": lambda z, v, **_: ops.stable_scale(z, v[0], v).u,
 }
@@ -77,7 +84,7 @@ def call(name: str, given: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
 
 
 # the native library's, whatever serves the products
-NATIVE = ("decode_attention", "invert_rmsnorm", "stable_scale")
+NATIVE = ("decode_attention", "rotary_embedding", "invert_rmsnorm", "stable_scale")
 
 
 def check_traced(name: str) -> None:
