@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.patched_module import PatchedModule, rows_of
 from icl_patch.layers.product_interception import FirstProductChanged
 
 # tokens of several a row: with more of them an expert has enough for a product of its own
@@ -296,7 +296,7 @@ class PatchedParallelExperts(PatchedExperts):
 
     def _run(self, x: Tensor) -> Any:
         """(B, T, d) -> the same."""
-        z = x.reshape(-1, x.shape[-1])
+        z = rows_of(x)
         index, weights = self._choice(z)
         if self.instead is None:
             assert self.observer is not None
@@ -341,7 +341,7 @@ class PatchedStackedExperts(PatchedExperts):
 
     def _run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """x (B, T, d), the chosen experts (M, k) and their weights (M, k) -> (B, T, d)."""
-        return super()._run(x.reshape(-1, x.shape[-1]), index, weights).reshape(x.shape)
+        return super()._run(rows_of(x), index, weights).reshape(x.shape)
 
 
 _LAYOUTS: tuple[type[PatchedExperts], ...] = (

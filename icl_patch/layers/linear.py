@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import PatchedModule, matches_rows, untouched
+from icl_patch.layers.patched_module import (
+    PatchedModule,
+    like_rows_of,
+    matches_rows,
+    rows_of,
+    untouched,
+)
 from icl_patch.layers.product_interception import with_linear_changed
 
 LINEAR = (nn.Linear, Conv1D)
@@ -130,11 +136,11 @@ class PatchedLinear(PatchedModule):
         if linear is None:
             plain = self.base_layer(z)
             return plain, plain.dtype
-        flat = z.reshape(-1, z.shape[-1])
+        flat = rows_of(z)
         wide = torch.promote_types(z.dtype, torch.float32)
         path = ops.product_path(flat, len(flat) if rows is None else rows)
         y = ops.patched_linear(flat, linear[0], bias=linear[1], out_dtype=wide, path=path)
-        return y.reshape(*z.shape[:-1], y.shape[-1]), z.dtype
+        return like_rows_of(z, y), z.dtype
 
     def _replay(self, z: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
@@ -144,9 +150,8 @@ class PatchedLinear(PatchedModule):
         linear = self.linear_map(z)
         if linear is not None:
             u, v = self._factors(z)
-            rows = z.reshape(-1, z.shape[-1])
-            y = ops.patched_linear(rows, linear[0], u, v, linear[1], out_dtype=self.out_dtype)
-            return y.reshape(*z.shape[:-1], y.shape[-1])
+            y = ops.patched_linear(rows_of(z), linear[0], u, v, linear[1], out_dtype=self.out_dtype)
+            return like_rows_of(z, y)
         changed = partial(self._add_change, z)
         if self.group is None:
             return changed(self.base_layer(z))
@@ -159,9 +164,8 @@ class PatchedLinear(PatchedModule):
         if isinstance(plain, DTensor):  # of a matrix that ranks share, with gradients
             changed = self._add_change(z, plain.to_local())
             return DTensor.from_local(changed, plain.device_mesh, plain.placements)
-        y, rows = (x.reshape(-1, x.shape[-1]) for x in (plain, z))
-        changed = ops.add_low_rank(y, rows, *self._factors(z), out_dtype=self.out_dtype)
-        return changed.reshape(plain.shape)
+        y, rows, factors = rows_of(plain), rows_of(z), self._factors(z)
+        return like_rows_of(plain, ops.add_low_rank(y, rows, *factors, out_dtype=self.out_dtype))
 
     def _factors(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """u and v for the rows of z."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from icl_patch import ops
 from icl_patch.layers.device_hooks import hooks_of, weight_of
-from icl_patch.layers.patched_module import PatchedModule, matches_rows, with_base
+from icl_patch.layers.patched_module import PatchedModule, matches_rows, rows_of, with_base
 
 # Scales of the rows that a module is tried on: the small one shows its eps, the large ones whether
 # it clamps.
@@ -106,7 +106,7 @@ class PatchedRMSNorm(PatchedModule):
         return self._by_op(x, weight, self.scale_offset)
 
     def _by_op(self, x: Tensor, scale: Tensor, offset: float) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = rows_of(x)
         scale = scale if scale.dim() == 1 else scale.reshape(rows.shape)
         return ops.rms_norm(
             rows, scale, self.eps, scale_offset=offset, cast_first=self.cast_first

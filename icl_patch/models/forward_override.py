@@ -14,7 +14,13 @@ from transformers import PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.layers.attachment import of_a_pass
-from icl_patch.layers.patched_module import PatchedModule, untouched, with_base
+from icl_patch.layers.patched_module import (
+    PatchedModule,
+    like_rows_of,
+    rows_of,
+    untouched,
+    with_base,
+)
 from icl_patch.models.block_spec import Block
 
 Forward = Callable[..., Any]
@@ -96,7 +102,6 @@ def _choosing(thread: list[int], forward: Forward, others: list[Forward]) -> For
         return (forward if threading.get_ident() == thread[0] else others[0])(*args, **kwargs)
 
     chosen.__wrapped__ = others[0]  # type: ignore[attr-defined]  # inspect.signature looks there
-    chosen.is_override = True  # type: ignore[attr-defined]
     of_a_pass(chosen, others)
     return chosen
 
@@ -137,10 +142,7 @@ def linear_forward(module: nn.Linear) -> Forward:
     def forward(x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             return type(module).forward(module, x)
-        rows = x.reshape(-1, x.shape[-1])
-        return ops.patched_linear(rows, module.weight, bias=module.bias).reshape(
-            *x.shape[:-1], module.out_features
-        )
+        return like_rows_of(x, ops.patched_linear(rows_of(x), module.weight, bias=module.bias))
 
     return forward
 

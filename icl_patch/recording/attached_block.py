@@ -359,7 +359,7 @@ def attach(model: PreTrainedModel) -> Attachment:
     Raises:
         ValueError: another patcher is attached, or the model has patched modules.
     """
-    if hasattr(vars(model).get("forward"), "is_override"):
+    if hasattr(vars(model).get("forward"), "of_a_pass"):
         raise ValueError(
             f"expected {type(model).__name__} outside of batch_invariant, got it inside: attach"
             " first"
