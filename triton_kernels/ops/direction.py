@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from icl_patch.checks import check_read_direction
 from icl_patch.kernels.ops.coefficients import (
     CHUNKS,
     LANE_BITS,
@@ -128,18 +129,13 @@ def plan_direction(z: Tensor) -> Launch:
     return Launch(_direction_kernel, rows, (z,), direction_outputs(rows, k), rest, row_warps(k))
 
 
-def _check(z: Tensor) -> None:
-    if z.dim() != 2 or not z.shape[1]:
-        raise ValueError(f"expected z (M, K) with K ≥ 1, got {tuple(z.shape)}")
-
-
-@operator(_check, plan_direction)
+@operator(check_read_direction, plan_direction)
 def read_direction(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``v = z / ‖z‖²``, ``1/‖z‖²`` and ``z·v`` in one launch; ``‖z‖²`` is summed in fp64 and v
     rounded once.
 
     Args:
-        z: (M, K) fp32, bf16 or fp16, any strides, K ≥ 1.
+        z: (M, K) fp32, bf16 or fp16, any strides.
 
     Returns:
         v (M, K), ``1/‖z‖²`` (M,), and ``z·v`` (M, 1) as a linear op sums it, in fp32. Where z = 0,

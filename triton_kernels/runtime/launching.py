@@ -13,6 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
+from icl_patch.checks import is_traced
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before triton was
 imported.
@@ -157,11 +159,7 @@ def needs_op(*tensors: Tensor | None) -> bool:
     True under torch.compile and other tracers, on fake tensors, and for tensors with a pending
     negation.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
-    ):
+    if is_traced() or torch._C._is_tracing():
         return True
     for x in tensors:  # not any(): this runs before every launch of a decode step
         if x is None:
