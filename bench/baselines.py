@@ -5,13 +5,13 @@ A decode step runs the last token of ``ids`` (B, C) on top of a cache of the tok
 returns the next logits (B, V). It restores the cache, so that it can be repeated.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from icl_patch.patch.context_patch import ContextPatch
@@ -20,7 +20,7 @@ from icl_patch.patch.parameter_changes import parameter_changes
 Step = Callable[[], Tensor]
 
 
-def repeatable(run: Step, rewind: Callable[[], object] = lambda: None) -> Step:
+def repeatable(run: Step, rewind: Callable[[], object]) -> Step:
     """A step: ``run`` computes the logits, ``rewind`` restores the cache."""
 
     def step() -> Tensor:
@@ -122,27 +122,22 @@ def _graph(step: Step) -> Step:
 # Every weight built
 
 
-@contextmanager
-def materialised(model: nn.Module, patch: ContextPatch, row: int) -> Iterator[None]:
-    """Within this context every changed parameter holds ``W + u vᵀ``, ``b + Δb`` or ``m + Δm`` of
-    a row's first kept token.
-    """
-    originals = [(parameter, parameter.data) for parameter in model.parameters()]
-    try:
-        for name, change in patch.weight_changes(row, 0):
-            parameter = model.get_parameter(name)
-            parameter.data = parameter.data + change.to(parameter.dtype)
-        yield
-    finally:
-        for parameter, data in originals:
-            parameter.data = data
+def materialised(model: nn.Module, patch: ContextPatch) -> dict[str, Tensor]:
+    """Every changed parameter, ``W + u vᵀ``, ``b + Δb`` or ``m + Δm``, of the first row's token."""
+    return {
+        name: (parameter := model.get_parameter(name)) + change.to(parameter.dtype)
+        for name, change in patch.weight_changes(0, 0)
+    }
 
 
-def bare_step(model: PreTrainedModel, patch: ContextPatch) -> Tensor:
-    """The kept tokens alone, without context, cache or change: (B, V)."""
-    run: Any = model
-    logits: Tensor = run(patch.kept_ids, position_ids=patch.position_ids, use_cache=False).logits
-    return logits[:, -1]
+def bare_step(
+    model: PreTrainedModel, patch: ContextPatch, changed: dict[str, Tensor] | None = None
+) -> Tensor:
+    """The kept tokens alone, without context or cache, with changed parameters: (B, V)."""
+    inputs = {"position_ids": patch.position_ids, "use_cache": False}
+    output = functional_call(model, changed or {}, (patch.kept_ids,), inputs)
+    logits: Tensor = output.logits[:, -1]
+    return logits
 
 
 def naive_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -> Step:
@@ -152,11 +147,11 @@ def naive_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) 
         context_step()
         rows = []
         for row in range(len(patch.kept_ids)):
-            with materialised(model, patch, row):
-                rows.append(bare_step(model, patch.select(rows=slice(row, row + 1))))
+            alone = patch.select(rows=slice(row, row + 1))
+            rows.append(bare_step(model, alone, materialised(model, alone)))
         return torch.cat(rows)
 
-    return repeatable(run)
+    return run
 
 
 # PEFT, an optional library
@@ -236,4 +231,4 @@ def lora_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -
         ).logits[:, -1]
         return logits
 
-    return repeatable(run)
+    return run

@@ -34,7 +34,7 @@ if cuda and shutil.which("ncu"):
 else:
     print("no products: there is no CUDA device, or no ncu")
 model: Any = MODEL.build(device, torch.bfloat16 if cuda else torch.float32)
-context = random_ids(MODEL.vocabulary, 1, 64, device)
+context = random_ids(model, 1, 64)
 greedy = {"min_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
 patcher = ContextPatcher(twin(model), "stable")
 calls = {

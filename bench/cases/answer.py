@@ -30,7 +30,7 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
     """A case for each dtype; none without a saved model, which has the tokenizer."""
     if model is None:
         return []
-    saved = SavedModel.of(model)
+    saved = SavedModel(model)
     return [
         Case(
             f"{saved.name} {dtype_name(dtype)}",

@@ -100,7 +100,7 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
     dtypes = [torch.float32, torch.bfloat16]
     shapes: list[RandomModel | SavedModel]
     if model is not None:
-        shapes = [SavedModel.of(model)]
+        shapes = [SavedModel(model)]
     elif device.type == "cpu":
         shapes, dtypes = [CPU_SHAPE, CPU_MIXTURE], dtypes[: 1 if quick else 2]
     else:
@@ -147,7 +147,7 @@ def comparison(
     """The calls of one case."""
     torch.compiler.reset()  # forget the previous case
     models = models_of(shape, dtype, device)
-    ids = random_ids(shape.vocabulary, batch, context, device)
+    ids = random_ids(models.plain, batch, context)
     plan = models.stable.plans.choose()
     assert plan is not None
     mode = plan.mode
@@ -164,8 +164,9 @@ def comparison(
         COMPILED: lambda: compiled_step(models.plain, ids, StaticContext(models.plain, ids)),
     }
     if dense:
-        replay = repeatable(lambda: models.stable.forward(patch.kept_ids, patch)[:, -1])
-        builders["replay of a given patch"] = lambda: replay
+        builders["replay of a given patch"] = lambda: (
+            lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
+        )
         if batch <= _MOST_ROWS:
             builders[NAIVE] = lambda: naive_step(models.plain, patch, plain)
             if has_peft():

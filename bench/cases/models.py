@@ -18,6 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from icl_patch.models.language_model import vocabulary
+
 
 @dataclass(frozen=True)
 class RandomModel:
@@ -82,14 +84,14 @@ class SavedModel:
     """A model in a folder, or on the hub."""
 
     folder: str
-    name: str
-    vocabulary: int
 
-    @classmethod
-    def of(cls, folder: str) -> "SavedModel":
-        """The model of a folder; reads its configuration only."""
-        config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
-        return cls(folder, Path(folder).resolve().name, config.vocab_size)
+    def __post_init__(self) -> None:
+        AutoConfig.from_pretrained(self.folder)  # where there is none, nothing is measured
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return Path(self.folder).resolve().name
 
     def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """The model, with its weights in ``dtype``."""
@@ -98,10 +100,10 @@ class SavedModel:
         return built
 
 
-def random_ids(vocabulary: int, rows: int, tokens: int, device: torch.device) -> Tensor:
+def random_ids(model: PreTrainedModel, rows: int, tokens: int) -> Tensor:
     """Seeded ids (rows, tokens), of which a vocabulary has at least a thousand or all."""
-    rng = torch.Generator().manual_seed(tokens)
-    return torch.randint(0, min(1000, vocabulary), (rows, tokens), generator=rng).to(device)
+    rng, most = torch.Generator().manual_seed(tokens), min(1000, vocabulary(model))
+    return torch.randint(0, most, (rows, tokens), generator=rng).to(model.device)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

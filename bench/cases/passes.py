@@ -33,7 +33,7 @@ def cases(device: torch.device, quick: bool, model: str | None = None) -> list[C
     """A case for each pass and dtype; none without a saved model."""
     if model is None:
         return []
-    saved = SavedModel.of(model)
+    saved = SavedModel(model)
     made: dict[str, Callable[[PreTrainedModel], Comparison]] = {
         "attaching": attaching,
         f"{KEPT} tokens after {CONTEXT}": computing,
@@ -59,14 +59,9 @@ def _build(
     return comparison(saved.build(device, dtype))
 
 
-def _tokens(model: PreTrainedModel, count: int) -> Tensor:
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    return random_ids(vocabulary, 1, count, model.device)
-
-
 def attaching(model: PreTrainedModel) -> Comparison:
     """The first and every further ``ContextPatcher(model)``; each refuses what it finds wrong."""
-    ids = _tokens(model, CHECKED)
+    ids = random_ids(model, 1, CHECKED)
 
     def attach(update: str, other: PreTrainedModel) -> None:
         ContextPatcher(other, update).detach()
@@ -81,7 +76,7 @@ def attaching(model: PreTrainedModel) -> Comparison:
 
 def computing(model: PreTrainedModel) -> Comparison:
     """The model's logits (1, 32, V) of the kept tokens, and ``compute`` of their patch."""
-    ids = _tokens(model, CONTEXT + KEPT)
+    ids = random_ids(model, 1, CONTEXT + KEPT)
     context, kept = ids[:, :CONTEXT], ids[:, CONTEXT:]
 
     def own() -> Tensor:
@@ -106,7 +101,7 @@ def computing(model: PreTrainedModel) -> Comparison:
 
 def first_token(length: int, model: PreTrainedModel) -> Comparison:
     """The first token of a generation; each call gives it (1,)."""
-    ids = _tokens(model, length)
+    ids = random_ids(model, 1, length)
     calls: dict[str, Callable[[], Any]] = {OWN: lambda: own_tokens(model, ids, 1)}
     for update in UPDATES:
         patcher = ContextPatcher(twin(model), update)

@@ -113,7 +113,7 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", no_compiler)
     monkeypatch.setattr(graph_partition, "BACKEND", no_compiler)
     # Algorithm 1 that changes nothing
-    monkeypatch.setattr(baselines, "materialised", lambda *_: torch.no_grad())
+    monkeypatch.setattr(baselines, "materialised", lambda *_: {})
     monkeypatch.setattr(generation, "has_peft", lambda: False)
     results = Results("generation", CPU, tmp_path)
     build = functools.partial(generation.comparison, QWEN, 2, 7, torch.float32, CPU)
@@ -139,7 +139,7 @@ def test_a_saved_model_takes_the_place_of_a_random_one(
     )
     assert chosen[0].name == "own-model float32 B=1 context=256"
     assert (len(chosen), len(every)) == (4, 18)
-    saved = SavedModel.of(str(tmp_path / "own-model"))
+    saved = SavedModel(str(tmp_path / "own-model"))
     compared = generation.comparison(saved, 2, 9, dtype, CPU)
     assert compared.ours in (OURS, "recompute and apply, two streams")
     assert (NAIVE in compared.calls) is (dtype == torch.float32)
