@@ -34,75 +34,53 @@ def repeatable(run: Step, rewind: Callable[[], object]) -> Step:
 # The model's own step
 
 
-class StaticContext:
-    """All tokens but the last in a static cache (B rows), and how to undo a step on top of it.
-
-    A layer with a full window moves it by a token at every step, which does not change the work.
-    ``restore`` moves it back to the start.
-    """
-
-    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.cache = StaticCache(config=model.config, max_cache_len=ids.shape[1])
-        run: Any = model
-        run(ids[:, :-1], past_key_values=self.cache, logits_to_keep=1)
-        layers: list[Any] = self.cache.layers
-        self._windows = [layer for layer in layers if layer.is_sliding]
-        full = [
-            layer for layer in self._windows if layer.cumulative_length_int >= layer.max_cache_len
-        ]
-        self._lengths = [layer.cumulative_length for layer in layers if layer not in full]
-        self._saved = [(x, x.clone()) for layer in full for x in (layer.keys, layer.values)]
-
-    def rewind(self) -> None:
-        """Shorten the cache by one token; one launch for all layers."""
-        if self._lengths:
-            torch._foreach_sub_(self._lengths, 1)
-        for layer in self._windows:
-            layer.cumulative_length_int -= 1
-
-    def restore(self) -> None:
-        """Restore the windows' contents."""
-        for keys_or_values, saved in self._saved:
-            keys_or_values.copy_(saved)
-
-
-def dynamic_cache(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
-    """All tokens but the last in the model's own cache, which can be cropped by a token."""
-    cache = DynamicCache(config=model.config)
-    run: Any = model
-    run(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
-    cache.activate_past_recording()
-    return cache
-
-
-def plain_step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Step:
+def plain_step(model: PreTrainedModel, ids: Tensor) -> Step:
     """The model's own step, as ``model.generate`` takes it."""
     run: Any = model
-    token = ids[:, -1:].clone()
+    cache, token = DynamicCache(config=model.config), ids[:, -1:].clone()
+    run(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    cache.activate_past_recording()  # so that it can be cropped by a token
     return repeatable(
         lambda: run(token, past_key_values=cache, logits_to_keep=1).logits[:, -1],
         lambda: cache.crop(-1),
     )
 
 
-def compiled_step(model: PreTrainedModel, ids: Tensor, static: StaticContext) -> Step:
+def compiled_step(model: PreTrainedModel, ids: Tensor) -> Step:
     """The model's own step over a static cache, with its mask and positions: through
     ``torch.compile`` without a graph break, and on a GPU as a CUDA graph.
+
+    A layer with a full window moves it by a token at every step, which does not change the work; at
+    the end it is moved back to the start.
     """
     model_run: Any = model
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1])
+    model_run(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    layers: list[Any] = cache.layers
+    windows = [layer for layer in layers if layer.is_sliding]
+    full = [layer for layer in windows if layer.cumulative_length_int >= layer.max_cache_len]
+    lengths = [layer.cumulative_length for layer in layers if layer not in full]
+    saved = [(x, x.clone()) for layer in full for x in (layer.keys, layer.values)]
     token, position = ids[:, -1:].clone(), torch.full_like(ids[:, -1:], ids.shape[1] - 1)
+
+    def rewind() -> None:
+        if lengths:
+            torch._foreach_sub_(lengths, 1)  # one launch for all layers
+        for layer in windows:
+            layer.cumulative_length_int -= 1
 
     def run() -> Tensor:
         logits: Tensor = model_run(
-            token, position_ids=position, past_key_values=static.cache, logits_to_keep=1
+            token, position_ids=position, past_key_values=cache, logits_to_keep=1
         ).logits[:, -1]
         return logits
 
-    step = repeatable(torch.compile(run, fullgraph=True, dynamic=False), static.rewind)
+    step = repeatable(torch.compile(run, fullgraph=True, dynamic=False), rewind)
     step()
     if ids.is_cuda:
         step = _graph(step)
-    static.restore()
+    for keys_or_values, held in saved:
+        keys_or_values.copy_(held)
     return step
 
 

@@ -44,11 +44,9 @@ from transformers import PreTrainedModel
 
 from icl_patch import ContextPatcher
 from icl_patch.bench.baselines import (
-    StaticContext,
     Step,
     bare_step,
     compiled_step,
-    dynamic_cache,
     has_peft,
     lora_step,
     naive_step,
@@ -68,10 +66,9 @@ from icl_patch.bench.cases.models import (
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.timing import Call
 from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_step import DecodeState, decode_one_token, prefill
+from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.invariance.arithmetic import reason_against
-from icl_patch.recording.sequences import absorb_all_but_last
 
 OURS = "recompute and apply, shared cache"
 EXACT = "recompute and apply, exact"
@@ -151,8 +148,8 @@ def comparison(
     plan = models.stable.plans.choose()
     assert plan is not None
     mode = plan.mode
-    patch = decode_one_token(_state(models.stable, ids, mode), ids[:, -1]).make_patch()
-    plain = plain_step(models.plain, ids, dynamic_cache(models.plain, ids))
+    patch = models.stable.compute(ids[:, :-1], ids[:, -1:])
+    plain = plain_step(models.plain, ids)
     mixture = any(block.experts for block in models.exact.attached_model.blocks)
     # a patch of a trained model in 16 bits does not survive the rounding of W + ΔW
     dense = not mixture and (isinstance(shape, RandomModel) or dtype == torch.float32)
@@ -161,7 +158,7 @@ def comparison(
     _check_effect(expected, bare_step(models.plain, patch), rounded if dense else limit)
     builders = _ours(models, ids, mode, mixture) | {
         PLAIN: lambda: plain,
-        COMPILED: lambda: compiled_step(models.plain, ids, StaticContext(models.plain, ids)),
+        COMPILED: lambda: compiled_step(models.plain, ids),
     }
     if dense:
         builders["replay of a given patch"] = lambda: (
@@ -202,52 +199,37 @@ def _ours(
 ) -> dict[str, Callable[[], Step]]:
     """The forms of our step by name, in ``mode`` first; those of several caches for few rows."""
     stable, exact, cuda = models.stable, models.exact, ids.is_cuda
-    builders = {_NAMES[mode]: lambda: _decoding_step(stable, ids, mode)}
+    forms: dict[str, tuple[Any, ...]] = {_NAMES[mode]: (stable, mode)}
     compilers, one_cache = ("inductor", *["cuda_graph"] * cuda), DecodeMode.SHARED_CACHE
     if reason_against(exact.model) is None:
-        builders[EXACT] = lambda: _decoding_step(exact, ids, one_cache)
+        forms[EXACT] = exact, one_cache
         # no CUDA graph can hold a mixture's exact products, which read their rows on the host
         if not (cuda and mixture):
-            builders[EXACT_COMPILED] = lambda: _compiled_step(exact, ids, compilers, one_cache)
+            forms[EXACT_COMPILED] = exact, one_cache, compilers
     if len(ids) <= _MOST_ROWS:
-        two = DecodeMode.TWO_STREAM
-        builders[_NAMES[two]] = lambda: _decoding_step(stable, ids, two)
-        builders[EXACT_TWO_PASSES] = lambda: _two_pass_step(exact, ids)
-    builders[OURS_COMPILED] = lambda: _compiled_step(stable, ids, compilers, mode)
-    return builders
+        forms[_NAMES[DecodeMode.TWO_STREAM]] = stable, DecodeMode.TWO_STREAM
+        forms[EXACT_TWO_PASSES] = exact, DecodeMode.TWO_PASS
+    forms[OURS_COMPILED] = stable, mode, compilers
+    return {name: functools.partial(_step, ids, *form) for name, form in forms.items()}
 
 
-def _state(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode, **arguments: Any) -> DecodeState:
-    plan, mask = patcher.plans.of(mode), torch.ones_like(ids, dtype=torch.bool)
-    return prefill(patcher.attached_model, plan, ids, mask, ids.shape[1], **arguments)
-
-
-def _decoding_step(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode) -> Step:
-    """Our step over a dynamic cache."""
-    state, token = _state(patcher, ids, mode), ids[:, -1].clone()
-    cache: Any = state.inputs.cache
-    cache.activate_past_recording()
-    return _repeated(state, token)
-
-
-def _compiled_step(
-    patcher: ContextPatcher, ids: Tensor, compilers: tuple[str, ...], mode: DecodeMode
+def _step(
+    ids: Tensor, patcher: ContextPatcher, mode: DecodeMode, compilers: tuple[str, ...] = ()
 ) -> Step:
-    """Our step over static buffers: compiled, as a CUDA graph, or both."""
-    state, token = _state(patcher, ids, mode, reserve=False), ids[:, -1].clone()
-    use_compiled_step(patcher.plans, state, compilers)
-    step = _repeated(state, token)
-    for _ in range(_WARM_UP):
-        step()
-    return step
-
-
-def _repeated(state: DecodeState, token: Tensor) -> Step:
-    """The step of one token, undone after it; of the cache too, if it is dynamic.
+    """Our step of the last token, undone after it: over a dynamic cache, or over static buffers,
+    compiled, as a CUDA graph, or both.
 
     A layer with a full window has dropped a token, which only a dynamic cache gets back, after
     ``Cache.activate_past_recording``.
     """
+    plan, mask, token = patcher.plans.of(mode), torch.ones_like(ids).bool(), ids[:, -1].clone()
+    attached, width = patcher.attached_model, ids.shape[1]
+    state = prefill(attached, plan, ids, mask, width, reserve=not compilers)
+    cache: Any = state.inputs.cache
+    if compilers:
+        use_compiled_step(patcher.plans, state, compilers)
+    else:
+        cache.activate_past_recording()
     step_inputs = state.inputs
 
     def rewind() -> None:
@@ -257,19 +239,9 @@ def _repeated(state: DecodeState, token: Tensor) -> Step:
         if step_inputs.slot is not None:
             step_inputs.slot -= 1
         else:
-            cache: Any = step_inputs.cache
             cache.crop(-1)
 
-    return repeatable(lambda: decode_one_token(state, token).logits, rewind)
-
-
-def _two_pass_step(patcher: ContextPatcher, ids: Tensor) -> Step:
-    attached = patcher.attached_model
-    sequences = absorb_all_but_last(ids, torch.ones_like(ids, dtype=torch.bool))
-    cache: Any = attached.prefill(sequences)
-    cache.activate_past_recording()
-
-    def run() -> Tensor:
-        return attached.compute_from(cache, sequences).reduced_logits[:, -1]
-
-    return repeatable(run, lambda: cache.crop(-1))
+    step = repeatable(lambda: decode_one_token(state, token).logits, rewind)
+    for _ in range(_WARM_UP if compilers else 0):
+        step()
+    return step
