@@ -101,12 +101,14 @@ def comparison(
     plain = _plain(weights[0], z)
     per_row, shared = (plain + _term(z, u[:m], v[:m]) for m in (rows, 1))
     expected = {"patched_linear": per_row, "F.linear": plain, "unfused": per_row}
-    u_all, v_all = u[0].to(dtype), v[0].to(dtype)
+    u_all, v_all, column = u.to(dtype), v.to(dtype), z.unsqueeze(2)
     functions: dict[str, Callable[[Tensor], object]] = {
         "patched_linear": lambda weight: ops.patched_linear(z, weight, u, v),
         "F.linear": lambda weight: F.linear(z, weight),
-        "unfused": _unfused(z, u.to(dtype), v.to(dtype)),
-        "W + ΔW": lambda weight: F.linear(z, weight + u_all.T @ v_all),
+        "unfused": lambda weight: (  # as LoRA layers do it
+            F.linear(z, weight) + torch.bmm(torch.bmm(v_all, column).mT, u_all).squeeze(1)
+        ),
+        "W + ΔW": lambda weight: F.linear(z, weight + u_all[0].T @ v_all[0]),
     }
     size, ends = n * k * dtype.itemsize, rows * (n + k) * dtype.itemsize
     factors = rows * rank * (n + k) * u.itemsize
@@ -173,16 +175,3 @@ def _read(weight: Tensor) -> Tensor:
     """The sum of the weight's memory in words of fp32: torch's fastest read."""
     stored = weight if weight.is_contiguous() else weight.T
     return stored.flatten()[: weight.numel() // 2 * 2].view(torch.float32).sum()
-
-
-def _unfused(z: Tensor, u: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
-    """``F.linear`` and two small products, as LoRA layers do it, with factors (M, R, ·) for every
-    row.
-    """
-    column = z.unsqueeze(2)
-
-    def call(weight: Tensor) -> Tensor:
-        coeff = torch.bmm(v, column)  # (M, R, 1)
-        return F.linear(z, weight) + torch.bmm(coeff.mT, u).squeeze(1)
-
-    return call

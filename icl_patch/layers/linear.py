@@ -118,7 +118,7 @@ class PatchedLinear(PatchedModule):
         base = self.base_layer
         if not self.runs_plainly(z):
             return None
-        weight = base.weight if type(base) in (nn.Linear, Conv1D) else None
+        weight = base.weight if type(base) in LINEAR else None
         if type(weight) is not nn.Parameter or weight.dtype != z.dtype:
             return None
         bias = base.bias

@@ -1,5 +1,7 @@
 """Questions about a model as a whole: its language model, blocks, vocabulary and positions."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -10,7 +12,7 @@ from icl_patch.models.pipeline import is_elsewhere
 from icl_patch.models.positions import first_position, steady_length
 
 
-def text_config(model: PreTrainedModel) -> object:
+def text_config(model: PreTrainedModel) -> Any:
     """The configuration of the language model within a model."""
     return model.config.get_text_config(decoder=True)
 
@@ -80,7 +82,7 @@ def family_of(model: PreTrainedModel) -> str:
 
 def vocabulary(model: PreTrainedModel) -> int:
     """The number of token ids."""
-    return int(getattr(text_config(model), "vocab_size"))  # noqa: B009 (the configuration classes declare it each for itself)
+    return int(text_config(model).vocab_size)
 
 
 def random_tokens(model: PreTrainedModel, columns: int, seed: int) -> Tensor:
