@@ -90,9 +90,10 @@ def norm_pair(
     return NormPair(z_pair, delta, Direction(*direction))
 
 
-def _reference_norm_pair(*args: Any) -> tuple[Tensor | None, ...]:
-    z_pair, delta = reference.norm_pair(*args)
-    return z_pair, delta, *read_direction(z_pair[len(delta) :])
+def _reference_norm_pair(hidden: Tensor, *norm: Any) -> tuple[Tensor | None, ...]:
+    z_pair = reference.rms_norm(hidden, *norm)
+    context, reduced = hidden.to(reference.accumulation_dtype(hidden)).chunk(2)
+    return z_pair, context - reduced, *read_direction(z_pair[len(reduced) :])
 
 
 _rms_norm = Op("rms_norm", check_rms_norm, reference.rms_norm)

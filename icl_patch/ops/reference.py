@@ -149,14 +149,6 @@ def rms_norm(
     return (normed.to(wide) * (scale.to(wide) + scale_offset)).to(x.dtype)
 
 
-def norm_pair(
-    hidden: Tensor, weight: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
-) -> tuple[Tensor, Tensor]:
-    """:func:`rms_norm` of both streams, and ``hidden_ctx - hidden`` in the accumulation dtype."""
-    wide, rows = hidden.to(accumulation_dtype(hidden)), len(hidden) // 2
-    return rms_norm(hidden, weight, eps, scale_offset, cast_first), wide[:rows] - wide[rows:]
-
-
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """``act(gate) ⊙ up``, the activation rounded to the dtype of both before the product."""
     wide = gate.to(accumulation_dtype(gate))
