@@ -42,7 +42,9 @@ def reason_against(model: PreTrainedModel) -> str | None:
 
 
 @contextmanager
-def running_in(arithmetic: str, model: nn.Module, *, attention: bool = False) -> Iterator[None]:
+def running_in(
+    arithmetic: str, model: PreTrainedModel, *, attention: bool = False
+) -> Iterator[None]:
     """Within this context a model's calls in this thread run in an arithmetic.
 
     Args:
@@ -61,7 +63,7 @@ def running_in(arithmetic: str, model: nn.Module, *, attention: bool = False) ->
         yield
 
 
-def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
+def _norms(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Forward]]:
     """The RMSNorms of a model, with forwards that take one launch each."""
     for norm in rms_norms(model):
         module = norm.base_layer

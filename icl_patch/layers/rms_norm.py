@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.layers.device_hooks import hooks_of, weight_of
@@ -129,15 +130,17 @@ def rms_norm_form(module: nn.Module, x: Tensor, output: Tensor) -> tuple[float, 
     return None
 
 
-def rms_norms(model: nn.Module) -> Iterator[PatchedRMSNorm]:
-    """The RMSNorms of a model with a scale of ``w`` or ``1 + w``, those beneath patched modules
-    among them, as new patched norms; not those whose forward somebody but accelerate has replaced.
+def rms_norms(model: PreTrainedModel) -> Iterator[PatchedRMSNorm]:
+    """The RMSNorms of a model with a scale of ``w`` or ``1 + w`` in the model's dtype, those
+    beneath patched modules among them, as new patched norms; not those whose forward somebody but
+    accelerate has replaced.
 
     No table lists classes: a copy with random weights is tried on random rows.
     """
+    dtype = model.dtype
     for module in model.modules():
         for part in with_base(module):
-            form = _form_of(part)
+            form = _form_of(part, dtype)
             if form is not None:
                 yield PatchedRMSNorm(part, scale_offset=form[0], cast_first=form[1])
 
@@ -145,24 +148,25 @@ def rms_norms(model: nn.Module) -> Iterator[PatchedRMSNorm]:
 _forms: dict[Any, tuple[float, bool] | None] = {}  # by everything that a module's form depends on
 
 
-def _form_of(module: nn.Module) -> tuple[float, bool] | None:
+def _form_of(module: nn.Module, dtype: torch.dtype) -> tuple[float, bool] | None:
     weight = module._parameters.get("weight")
     if (
         isinstance(module, PatchedModule)
         or type(weight) is not nn.Parameter
         or isinstance(weight.data, DTensor)
         or weight.dim() != 1
-        or ("forward" in vars(module) and not hooks_of(module))
+        or weight.dtype != dtype
         # the classes of transformers compute in fp32 even so, our op does not
-        or weight.dtype == torch.float64
+        or dtype == torch.float64
+        or ("forward" in vars(module) and not hooks_of(module))
     ):
         return None
     names = vars(module).items()
     settings = [(name, x) for name, x in names if isinstance(x, bool | int | float | str)]
     device = torch.device("cpu") if weight.is_meta else weight.device
-    key = (type(module), *settings, len(weight), weight.dtype, device)
+    key = (type(module), *settings, len(weight), dtype, device)
     if key not in _forms:
-        _forms[key] = _tried(module, len(weight), weight.dtype, device)
+        _forms[key] = _tried(module, len(weight), dtype, device)
     return _forms[key]
 
 

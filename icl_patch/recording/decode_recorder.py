@@ -59,7 +59,7 @@ class DecodeRecorder(BlockRecorder):
         self.patch_index, self.shape = patch_index.to(block.device), (len(patch_index) // 2, 1)
         self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
 
-    def hook_stream(self, stack: ExitStack) -> None:
+    def hook(self, stack: ExitStack) -> None:
         """See the residual stream: through the norm before the MLP, if it gives both streams."""
         if self.receives_norm_input:
             self.block.on_norm_pair = self.on_norm_pair
@@ -136,19 +136,6 @@ class DecodeRecorder(BlockRecorder):
 class InexactDecodeRecorder(DecodeRecorder):
     """The recorder of a step of the direct or stable update."""
 
-    def hook(self, stack: ExitStack) -> None:
-        """See the residual stream."""
-        self.hook_stream(stack)
-
-    def on_residual(self, x: Tensor) -> None:
-        """Take one term of the residual stream before the MLP."""
-        if len(self.spec.residual) > 1:
-            super().on_residual(x)
-            return
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x_ctx, x = self.split(x)
-        self.delta = x_ctx.to(dtype) - x.to(dtype)
-
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output; a weight writer's in one product, which reads W once."""
         linear = layer.linear_map(h)
@@ -211,7 +198,7 @@ class ExactDecodeRecorder(DecodeRecorder):
             self.block.hook_end(stack, self.on_inner_sum, first=True)
         if self.block.mixture is not None:
             self.block.hook(stack, self.block.mixture.register_forward_hook, self.on_mixture)
-        self.hook_stream(stack)
+        super().hook(stack)
 
     def on_norm_pair(self, pair: ops.NormPair, x: Tensor) -> None:
         """Take the residual stream too: a copy, because some models add to the tensor itself."""
