@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 
+from icl_patch.models.language_model import layers_of
 from icl_patch.static import Example
 from icl_patch.static.examples import pad
 from icl_patch.static.student import Student
@@ -87,7 +88,8 @@ def adding(student: Student, block: int, vector: Tensor, batch: Sequence[Target]
             row[target.asked] += vector.to(row.dtype)
         return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
 
-    handle = student.layers[block].register_forward_hook(hook)
+    layer = list(layers_of(student.model).values())[block]
+    handle = layer.register_forward_hook(hook)
     try:
         final = _final(student, batch)
     finally:

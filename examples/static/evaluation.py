@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from icl_patch import static
+from icl_patch.models.language_model import layers_of
 from icl_patch.models.prompts import Tokens, encode
 from icl_patch.static.examples import Example, answered
 from icl_patch.static.student import Student
@@ -251,7 +252,7 @@ def context(subject: Subject, *_: Any) -> Made:
 
 def vector(subject: Subject, cell: Cell, *_: Any) -> Made:
     """A vector in the residual stream."""
-    task, count = subject.task(cell.kind, cell.task), len(subject.student.layers)
+    task, count = subject.task(cell.kind, cell.task), len(layers_of(subject.model))
     blocks = sorted({(i + 1) * count // (TRIED_BLOCKS + 1) for i in range(TRIED_BLOCKS)})
     tried = task.targets[:TRIED_QUESTIONS]
     return Made(*steering_vector(subject.student, task.fit, tried, blocks, FACTORS))

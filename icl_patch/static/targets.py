@@ -25,7 +25,7 @@ class Target:
         ids: (T,), the prompt without its context and the answer but its last token; or a text.
         asked: (n,) int64, the columns at which the two runs are compared: those that predict the
             answer's tokens, or all of a text.
-        hidden: (n, d), behind the last block there, in the run with the context.
+        hidden: (n, d), which the head reads there, in the run with the context.
         labels: the answer (n,); empty for a text.
     """
 

@@ -318,7 +318,7 @@ def test_parts_and_blocks_are_those_that_change() -> None:
 
 
 def test_other_forms_of_blocks() -> None:
-    for name in ("gptj", "gemma3", "gpt2", "falcon"):
+    for name in ("gptj", "gemma3", "gemma3n", "gpt2", "falcon"):
         assert fit(shallow(name), random_examples()).report.held_out.questions == 1
 
 
@@ -335,7 +335,6 @@ def test_a_copy_in_another_dtype_keeps_its_rotary_frequencies() -> None:
 
 def test_forms_that_cannot_hold_a_patch_are_refused() -> None:
     for name, reason in (
-        ("gemma3n", r"give hidden states \(B, T, d\)"),
         ("mixtral", "with experts"),
         ("llama4", "with experts"),
         ("mamba", "recurrent layers"),
