@@ -171,5 +171,5 @@ train: $(RUN) ## train the embedded model again, into build/embedded (less than 
 	$(RUN) -m icl_patch.evaluation.embedded.train build/embedded
 
 clean: ## remove everything that make made, .venv included
-	rm -rf build dist .venv *.egg-info icl_patch/ops/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist .venv *.egg-info icl_patch/ops/_native.so .pytest_cache .mypy_cache .ruff_cache
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -43,17 +43,15 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def add_out(
-    parser: "argparse._ActionsContainer",
+    parser: argparse.ArgumentParser,
     meaning: str,
     kind: Callable[[str], Path] = Path,
     metavar: str = "DIR",
-    *,
-    required: bool = True,
 ) -> None:
     """Add ``--out``, the file or folder that the command writes, and ``--force``, for
     :func:`check_out`.
     """
-    parser.add_argument("--out", type=kind, required=required, metavar=metavar, help=meaning)
+    parser.add_argument("--out", type=kind, required=True, metavar=metavar, help=meaning)
     meaning = "replace what is there already under --out"
     parser.add_argument("--force", action="store_true", default=None, help=meaning)
 

@@ -1,16 +1,15 @@
-"""``icl-patch demo``: answers with, without and with the patch, verified, and a report of them."""
+"""``icl-patch demo``: answers with, without and with the patch, verified."""
 
 import argparse
 from itertools import groupby, islice
 from operator import itemgetter
-from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
 
 if TYPE_CHECKING:
-    from icl_patch.evaluation.report import ReportTable
+    from rich.table import Table
 
 HELP = "show the main job on the embedded model, or on any other, and verify it"
 
@@ -35,25 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="held-out prompts of the embedded model to answer and verify (default 20)",
     )
     common.add_max_new_tokens(parser, 26, "tokens to verify per prompt")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        default=Path("icl-patch-report"),
-        metavar="DIR",
-        help="folder to write report.json and the picture exactness.png to",
-    )
     common.add_verbose(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer, verify and write the report; 1 if an answer differs or a promise is not kept.
+    """Answer and verify; 1 if an answer differs or a promise is not kept.
 
     On a model of the user's the promise is that of the exact update: errors of the closed forms can
     be above the model's noise, as on SmolLM2-135M-Instruct.
     """
-    options.report.mkdir(parents=True, exist_ok=True)
     model, tokenizer = common.load(options)
-    from icl_patch.evaluation import demo, figures, report
+    from icl_patch.evaluation import demo, report
 
     name, new = options.model, options.max_new_tokens
     prompts = demo.prompts_for(tokenizer) if name else demo.held_out(options.prompts)
@@ -63,7 +54,6 @@ def run(options: argparse.Namespace) -> int:
     chosen = prompts[::3][::-1] if name else prompts
     with common.progress_bar("verifying each update and dtype") as progress:
         verified = demo.verify_grid(model, tokenizer, chosen, new, progress)
-    data, figure = (options.report / file for file in ("report.json", "exactness.png"))
     result: dict[str, Any] = {
         "answers": answers,
         "verify": [entry.to_dict() for entry in verified],
@@ -71,23 +61,18 @@ def run(options: argparse.Namespace) -> int:
             all(entry.passed for entry in verified if entry.update == "exact" or not name)
             and all(row["patched"] == row["with_context"] for row in answers)
         ),
-        "report": [str(data), str(figure)],
     }
-    report.write_json(data, result)
-    exact = next(one for one in verified if (one.update, one.dtype) == ("exact", "bfloat16"))
-    tokens = [str(tokenizer.decode([step.token_id])) for step in exact.steps[:new]]
-    figures.plot(exact, tokens, figure)
     shown: list[Any] = [_examples(answers), *([] if name else [_accuracy(answers)])]
     if options.verbose:
         tables = report.verify_tables(verified)
         shown += [*tables, report.legend(tables)]
     else:
         shown += [f"{one.update}, {one.dtype}: {report.verdict(one)}" for one in verified]
-    common.print_result(options, result, *shown, f"report: {data}, {figure}")
+    common.print_result(options, result, *shown)
     return 0 if result["passed"] else 1
 
 
-def _examples(answers: list[dict[str, str]]) -> "ReportTable":
+def _examples(answers: list[dict[str, str]]) -> "Table":
     """The first three prompts of every kind."""
     from icl_patch.evaluation import report
 
@@ -105,7 +90,7 @@ def _examples(answers: list[dict[str, str]]) -> "ReportTable":
     return report.table("Answers", [*columns, *_ANSWERS.values()], rows)
 
 
-def _accuracy(answers: list[dict[str, str]]) -> "ReportTable":
+def _accuracy(answers: list[dict[str, str]]) -> "Table":
     """The share of whole answers right, by kind."""
     from icl_patch.evaluation import embedded, report
 

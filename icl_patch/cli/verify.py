@@ -12,8 +12,6 @@ _OF_MANY = (
     "kept_column",
     "task_column",
     "batch_size",
-    "out",
-    "force",
 )
 
 
@@ -45,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     many.add_argument(
         "--batch-size", type=common.positive, metavar="N", help="rows at once (default 8)"
     )
-    meaning = "write report.md, report.json and tasks.png there; it is made"
-    common.add_out(many, meaning, metavar="FOLDER", required=False)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -96,8 +92,6 @@ def _verify_one(options: argparse.Namespace) -> int:
 
 def _verify_many(options: argparse.Namespace) -> int:
     """Verify the rows of a data set; 1 if the promise is not kept, or rows were rejected."""
-    if options.out is not None:
-        common.check_out(options)
     columns = common.dataset_columns(options, options.task_column)
     model, tokenizer = common.load(options)
     from icl_patch.evaluation import dataset_report
@@ -116,8 +110,6 @@ def _verify_many(options: argparse.Namespace) -> int:
             progress=progress,
             name=options.model,
         )
-    if options.out is not None:
-        dataset_report.write(result, options.out)
     lines = dataset_report.verdict_lines(result)
     common.print_result(options, result.to_dict(), dataset_report.table(result), *lines)
     return 0 if result.passed and not result.rejected else 1

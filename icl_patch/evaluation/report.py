@@ -1,11 +1,9 @@
-"""Reports as tables on a terminal, as Markdown and as JSON."""
+"""Reports as tables on a terminal, and as JSON; tables as Markdown."""
 
 import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -15,31 +13,19 @@ from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.invariance.arithmetic import MODEL
 
 
-@dataclass(frozen=True)
-class ReportTable:
-    """A table of texts."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-    def __rich__(self) -> Table:
-        drawn = Table(title=Text(self.title), title_justify="left", title_style="bold")
-        for column in self.columns:
-            drawn.add_column(column, overflow="fold")
-        for row in self.rows:
-            drawn.add_row(*map(Text, row))
-        return drawn
-
-
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> ReportTable:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """A table of values, formatted by :func:`format_value`. Square brackets in them are no markup:
     a token may be ``[/INST]``.
     """
-    return ReportTable(title, list(columns), [list(map(format_value, row)) for row in rows])
+    drawn = Table(title=Text(title), title_justify="left", title_style="bold")
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(format_value(value)) for value in row))
+    return drawn
 
 
-def _table_of(title: str, records: Sequence[dict[str, Any]]) -> ReportTable:
+def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:
     """A table with a column for each record and a row for each key, which a terminal of 80 columns
     has room for.
     """
@@ -73,9 +59,9 @@ LEGEND = {
 """What rows of :func:`verify_tables` mean."""
 
 
-def legend(tables: Sequence[ReportTable]) -> str:
+def legend(tables: Sequence[Table]) -> str:
     """The entries of :data:`LEGEND` for the rows of tables, as a list of Markdown."""
-    names = {row[0] for table in tables for row in table.rows}
+    names = {str(cell) for table in tables for cell in table.columns[0].cells}
     entries = [f"- {name}: {meaning}" for name, meaning in LEGEND.items() if name in names]
     return "\n".join(textwrap.fill(entry, 80, subsequent_indent="  ") for entry in entries)
 
@@ -137,7 +123,7 @@ def _count(share: float, tokens: int) -> str:
     return f"{'yes' if share == 1 else 'no'}, {round(share * tokens)} of {tokens} tokens"
 
 
-def verify_tables(reports: Sequence[VerifyReport]) -> list[ReportTable]:
+def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
     """A table of verify reports, one column each; and one of exact updates in each arithmetic, if
     there are exact updates.
     """
@@ -184,20 +170,15 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[ReportTable]:
     return [*tables, _table_of(title, exact_records)] if exact_records else tables
 
 
-def to_markdown(table: ReportTable) -> str:
-    """A table as Markdown, under its title."""
-    return f"## {table.title}\n\n{markdown(table.columns, table.rows)}\n"
-
-
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; a ``|`` in a cell has to be escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any) -> str:
     """An object as JSON; NaN and infinity, which JSON lacks, become null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(_finite(value), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -206,8 +187,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write an object as readable JSON, see :func:`to_json`."""
-    path.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
