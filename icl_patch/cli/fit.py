@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +122,6 @@ def run(options: argparse.Namespace) -> int:
             start=start,
             max_new_tokens=options.max_new_tokens,
             accept_worse=options.accept_worse,
-            on_plan=lambda plan: print(plan, file=sys.stderr),
             progress=progress,
         )
     patch.save(options.out)

@@ -13,7 +13,7 @@
 
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.static.examples import Example, documents, examples, front, preserved_texts
-from icl_patch.static.fit import Plan, fit
+from icl_patch.static.fit import fit
 from icl_patch.static.matrices import PARTS
 from icl_patch.static.static_patch import StaticInfo, StaticPatch, mean
 from icl_patch.static.targets import Quality, StaticReport
@@ -24,7 +24,6 @@ __all__ = [
     "Distillation",
     "Example",
     "LowRank",
-    "Plan",
     "Quality",
     "StaticInfo",
     "StaticPatch",

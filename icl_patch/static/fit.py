@@ -5,24 +5,20 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning, UnsupportedModelError
 from icl_patch.layers.device_hooks import input_device, is_aligned
-from icl_patch.models.language_model import layers_of, text_config, vocabulary
 from icl_patch.models.prompts import Tokens
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.recording.attached_model import check_eval
 from icl_patch.static.examples import (
-    ROW_TOKENS,
     Example,
     answered,
     check_row,
@@ -30,10 +26,10 @@ from icl_patch.static.examples import (
     ends_of,
     preserved_texts,
 )
-from icl_patch.static.matrices import Matrix, find_matrices
+from icl_patch.static.matrices import find_matrices
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 from icl_patch.static.student import Student
-from icl_patch.static.targets import LOGITS, StaticReport, measure, targets_of, targets_of_texts
+from icl_patch.static.targets import StaticReport, measure, targets_of, targets_of_texts
 from icl_patch.static.training import (
     HARMFUL_KL,
     Distillation,
@@ -46,7 +42,6 @@ _FITTING = threading.RLock()
 _HELD_OUT_OF = 5  # one question and one text in five is held out
 _MANY, _HELD_OUT_OF_MANY = 20, 10  # of more questions than these, one in ten,
 _MOST_HELD_OUT = 32  # and no more than these
-_ALLOCATOR = 1.15  # of the memory that is used, what the process takes
 
 
 @contextmanager
@@ -54,29 +49,6 @@ def _taking_turns() -> Iterator[None]:
     """Fits wait for each other: each puts forwards of its own into its model."""
     with _FITTING:
         yield
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The memory and time of a fit, estimated before its first step.
-
-    questions, texts: to train on; tokens: of a step; steps: at most; nbytes: of memory beside the
-    model; seconds: of the steps' matrix products alone, at the speed that one product reaches here.
-    """
-
-    questions: int
-    texts: int
-    tokens: int
-    steps: int
-    nbytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.questions} questions and {self.texts} preserved texts, {self.steps} steps of"
-            f" {self.tokens} tokens: at least {self.seconds:.0f} s, {self.nbytes / 1e6:,.0f} MB"
-            " beside the model"
-        )
 
 
 @_taking_turns()
@@ -97,7 +69,6 @@ def fit(
     start: StaticPatch | None = None,
     max_new_tokens: int = 64,
     accept_worse: bool = False,
-    on_plan: Callable[[Plan], None] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> StaticPatch:
     """One change of weights with which the model, without the context of the examples, answers as
@@ -128,7 +99,6 @@ def fit(
         start: a patch from which the training starts; its changes are cut to ``rank``.
         max_new_tokens: of an answer that the model gives.
         accept_worse: return the patch even if it is worse than none, or moves preserved texts.
-        on_plan: called with the :class:`Plan` before the first step.
         progress: called with (done, total) steps.
 
     Returns:
@@ -160,7 +130,7 @@ def fit(
     options = distillation or Distillation()
     _check_in_memory(model, options.dtype)
     matrices = find_matrices(model, parts, first_block)
-    most = min(min(matrix.shape) for matrix in matrices)
+    most = min(map(min, matrices.values()))
     if rank not in range(1, most + 1):
         raise ValueError(
             f"expected a rank from 1 to {most}, the largest that every matrix has, got {rank!r}"
@@ -173,8 +143,6 @@ def fit(
     for note in notes:
         warnings.warn(note, StaticPatchWarning, stacklevel=4)  # behind two decorators
     dtype = options.dtype_for(model)
-    if on_plan is not None:
-        on_plan(plan(model, matrices, rank, rows, options))
     student = Student(model)
     held = targets_of(student, rows.held_out)
     held_texts = targets_of_texts(student, rows.held_texts)
@@ -235,11 +203,11 @@ def _check_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
 
 
 def _factors_of(
-    start: StaticPatch, model: PreTrainedModel, matrices: Sequence[Matrix]
+    start: StaticPatch, model: PreTrainedModel, matrices: Iterable[str]
 ) -> dict[str, LowRank]:
     """The factors of a patch of this model, all of whose matrices may change."""
     start.check_model(model)
-    others = sorted(set(start.changes) - {matrix.path for matrix in matrices})
+    others = sorted(set(start.changes) - set(matrices))
     if others:
         raise ValueError(
             f"expected a start that changes the matrices of the fit, got one that changes"
@@ -359,63 +327,3 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         for x in model.parameters()
     }
     return copy.deepcopy(model, weights)
-
-
-def plan(
-    model: PreTrainedModel,
-    matrices: Sequence[Matrix],
-    rank: int,
-    rows: _Rows,
-    options: Distillation,
-) -> Plan:
-    """The plan of a fit.
-
-    Memory: the copy of the model, if there is one; factors, gradients, two moments and the best
-    factors; the hidden states of all rows; and the larger of a step and a pass without gradients. A
-    step keeps for the gradient about 8 vectors as wide as the residual stream and 5 as wide as the
-    MLP in each changed block, attention's scores, and logits. Seconds: 2 operations a weight and
-    token forward, as many backward.
-    """
-    dtype, config = options.dtype_for(model), text_config(model)
-    width, heads = (int(getattr(config, x)) for x in ("hidden_size", "num_attention_heads"))
-    layers = layers_of(model)
-    linear = (m for x in layers.values() for m in x.modules() if isinstance(m, nn.Linear | Conv1D))
-    inner = max(max(m.weight.shape) for m in linear)
-    answers = [len((*x.without, *(x.answer or ())[:-1])) for x in rows.fitted]
-    texts = [len(x) for x in rows.fitted_texts]
-    teachers = [len(x.with_context) + len(x.answer or ()) for x in (*rows.fitted, *rows.held_out)]
-
-    def batch(lengths: Sequence[int], size: int) -> int:
-        longest = max(lengths, default=0)
-        return max(longest, min(options.batch_tokens, longest * min(size, len(lengths))))
-
-    step = batch(answers, options.batch_size) + batch(texts, options.preserve_batch_size)
-    changed = len(layers) - min(matrix.block for matrix in matrices)
-    scores = 3 * heads * max(answers + texts)
-    together = min(ROW_TOKENS, sum(teachers + texts))
-    vectors = 8 * width + 3 * inner + heads * max(teachers + texts)
-    logits = 5 * 4 * vocabulary(model)
-    kept = step * (dtype.itemsize * changed * (8 * width + 5 * inner + scores) + logits)
-    passing = together * model.dtype.itemsize * vectors
-    passing += logits * min(LOGITS // vocabulary(model), together)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    factors = sum(rank * sum(matrix.shape) for matrix in matrices)
-    hidden = width * dtype.itemsize * sum(answers + texts)
-    nbytes = 5 * 4 * factors + hidden + max(kept, passing)
-    if dtype != model.dtype:
-        nbytes += weights * dtype.itemsize
-    operations = 2.0 * weights * (1 + changed / len(layers)) * step * options.steps
-    seconds = operations / _speed(input_device(model), dtype)
-    nbytes = int(nbytes * _ALLOCATOR)
-    return Plan(len(answers), len(texts), step, options.steps, nbytes, seconds)
-
-
-def _speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a matrix product."""
-    x = torch.randn(512, 512, device=device).to(dtype)
-    float((x @ x).sum())  # waits for the device
-    began = time.perf_counter()
-    for _ in range(3):
-        y = x @ x
-    float(y.sum())
-    return 3 * 2 * 512**3 / (time.perf_counter() - began)

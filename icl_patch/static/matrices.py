@@ -1,7 +1,6 @@
 """The matrices that a static patch may change."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,25 +17,11 @@ from icl_patch.models.trace import BlockTrace, inside, trace
 PARTS = ("mlp", "attention")
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix that a patch may change.
-
-    Attributes:
-        path: of its module in the model.
-        block: the number of its block.
-        shape: (N, K).
-    """
-
-    path: str
-    block: int
-    shape: tuple[int, int]
-
-
 def find_matrices(
     model: PreTrainedModel, parts: Iterable[str], first_block: int = 0
-) -> list[Matrix]:
-    """The matrices of some of :data:`PARTS` in the blocks from one on.
+) -> dict[str, tuple[int, int]]:
+    """The matrices of some of :data:`PARTS` in the blocks from one on: paths of their modules, and
+    (N, K).
 
     Raises:
         ValueError: a part that is not in :data:`PARTS`, none, or a block that the model lacks.
@@ -69,14 +54,13 @@ def find_matrices(
             " which of them a token uses changes with the patch"
         )
     traces = trace(model, layers_of(model), random_tokens(model, 3, seed=1))
-    found = [
-        Matrix(path, number, matrix_shape(model.get_submodule(path)))
-        for number, block in enumerate(blocks)
-        if number >= first_block
+    found = {
+        path: matrix_shape(model.get_submodule(path))
+        for block in blocks[first_block:]
         for part in PARTS
         if part in wanted
         for path in _paths(traces[block.path], part)
-    ]
+    }
     if not found:
         raise UnsupportedModelError(
             f"expected blocks with matrices of {', '.join(sorted(wanted))}, got"

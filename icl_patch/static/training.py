@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,6 @@ from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.forward_override import Forward, ForwardOverrides
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.static.examples import batches, pad
-from icl_patch.static.matrices import Matrix
 from icl_patch.static.student import Student
 from icl_patch.static.targets import Target, length_of, measure
 
@@ -240,7 +239,7 @@ def _with_changes(
 
 
 def first_factors(
-    matrices: Sequence[Matrix],
+    matrices: Mapping[str, tuple[int, int]],
     rank: int,
     seed: int,
     start: dict[str, LowRank],
@@ -249,12 +248,11 @@ def first_factors(
     """u = 0 and random v, as a LoRA starts; or a patch, its factors brought to one size."""
     generator = torch.Generator().manual_seed(seed)
     changes = {}
-    for matrix in matrices:
-        n, k = matrix.shape
+    for path, (n, k) in matrices.items():
         v = torch.randn(rank, k, generator=generator, dtype=torch.float32) / k**0.5
         u = torch.zeros(rank, n, dtype=torch.float32)
-        if matrix.path in start:
-            given = start[matrix.path].truncated(rank)
+        if path in start:
+            given = start[path].truncated(rank)
             u[: given.rank], v[: given.rank] = given.u, given.v
-        changes[matrix.path] = LowRank(u.to(device), v.to(device))
+        changes[path] = LowRank(u.to(device), v.to(device))
     return changes

@@ -176,16 +176,6 @@ def test_a_budget_holds_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
     assert rates[5:] == pytest.approx(expected)
 
 
-def test_the_plan_is_known_before_the_fit() -> None:
-    model, plans = build("llama"), []
-    fit(model, random_examples(), on_plan=plans.append, preserve=tokens(4, 10, 6).tolist())
-    (plan,) = plans
-    assert (plan.questions, plan.texts, plan.steps) == (7, 8, 2)
-    assert plan.tokens == 7 * 7 + 4 * 6  # a front of 1, a question of 4, an answer of 3 less 1
-    assert plan.nbytes > 0 and plan.seconds > 0
-    assert "7 questions and 8 preserved texts, 2 steps of 73 tokens" in str(plan)
-
-
 def test_distillation_stops_early() -> None:
     options = Distillation(steps=40, check_every=1, patience=2, learning_rate=1.0, warmup=1)
     patch = fit(build("llama"), random_examples(), distillation=options)

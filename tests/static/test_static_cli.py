@@ -44,7 +44,6 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
         assert 0 < report["preserved"]["kl"] < 0.2
         assert report["front"] == [tokenizer.bos_token_id]
         assert report["tokenizer"] == tokenizer_fingerprint(tokenizer)
-        assert "16 questions and 16 preserved texts" in err
     return file
 
 
