@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
+from rich.progress import MofNCompleteColumn, Progress
 from rich.status import Status
-from rich.text import Text
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from icl_patch.models.prompts import Prompt
+    from icl_patch.patch.serialization import PatchInfo
     from icl_patch.patcher import ContextPatcher
     from icl_patch.scale import Columns
-    from icl_patch.static import StaticPatch
+    from icl_patch.static import StaticInfo, StaticPatch
 
 # As in patch.serialization, which imports torch.
 UPDATES = ("direct", "stable", "exact")
@@ -65,7 +65,7 @@ def check_out(options: argparse.Namespace) -> None:
 
 
 def add_patch(parser: argparse.ArgumentParser, *, required: bool = True, meaning: str) -> None:
-    """Add ``--patch``, for :func:`read_header`."""
+    """Add ``--patch``."""
     parser.add_argument("--patch", type=Path, metavar="FILE", required=required, help=meaning)
 
 
@@ -294,34 +294,23 @@ def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedToken
         return load_model(options.model, None, options.dtype, options.device, options.revision)
 
 
-def read_header(options: argparse.Namespace) -> dict[str, Any]:
-    """The header of the file ``--patch``; raises as
-    :func:`icl_patch.patch.serialization.read_file`.
-    """
-    with stage("importing torch and transformers"):
-        from icl_patch.patch.serialization import read_file
-
-    return read_file(options.patch)[0]
-
-
 def load_for_patch(
-    options: argparse.Namespace, header: dict[str, Any]
+    options: argparse.Namespace, info: "PatchInfo | StaticInfo"
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """:func:`load` in the dtype of a patch file, unless the options name another.
+    """:func:`load` in the dtype of a patch, unless the options name another.
 
     Raises:
         ValueError: the options name no model, and the patch is not the embedded one's.
     """
     import torch
 
-    name = header.get("model")
-    if options.model is None and name != "embedded":
+    if options.model is None and info.model != "embedded":
         raise ValueError(
-            f"expected MODEL, {name} or its folder, as {options.patch} is a patch of it; without"
-            " MODEL the command takes the embedded model"
+            f"expected MODEL, {info.model} or its folder, as {options.patch} is a patch of it;"
+            " without MODEL the command takes the embedded model"
         )
     if options.dtype is None:
-        options.dtype = getattr(torch, str(header.get("dtype")).removeprefix("torch."), None)
+        options.dtype = getattr(torch, str(info.dtype).removeprefix("torch."), None)
     return load(options)
 
 
@@ -334,12 +323,10 @@ def load_static(
         PatchFormatError: the file is a patch for each token.
         ValueError: as :func:`load_for_patch`.
     """
-    header = read_header(options)
-    from icl_patch.patch.serialization import check_kind
-    from icl_patch.static import StaticPatch
+    with stage("importing torch and transformers"):
+        from icl_patch.static import StaticPatch
 
-    check_kind(header, "static", "icl-patch replay runs a patch for each token")
-    model, tokenizer = load_for_patch(options, header)
+    model, tokenizer = load_for_patch(options, StaticPatch.load(options.patch).info)
     return model, tokenizer, StaticPatch.load(options.patch, model, tokenizer)
 
 
@@ -407,23 +394,13 @@ def stage(title: str) -> Status:
     return Console(stderr=True).status(title)
 
 
-class _RateColumn(ProgressColumn):
-    """How many a second."""
-
-    def render(self, task: Task) -> Text:
-        """The rate of the last half minute."""
-        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
-
-
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _RateColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

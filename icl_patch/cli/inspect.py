@@ -25,14 +25,15 @@ def run(options: argparse.Namespace) -> int:
     """Print the file's entries and the size of its changes, and check them against MODEL."""
     if options.model is None and (options.revision, options.device) != (None, None):
         raise ValueError("expected MODEL with --revision or --device")
-    header = common.read_header(options)
-    from icl_patch.evaluation.report import table
-    from icl_patch.patch.context_patch import ContextPatch
+    with common.stage("importing torch and transformers"):
+        from icl_patch.evaluation.report import table
+        from icl_patch.patch.context_patch import ContextPatch
+        from icl_patch.patch.serialization import read_file
 
-    if header.get("kind") == "static":
-        return _static(options, header)
+    if read_file(options.patch)[0].get("kind") == "static":
+        return _static(options)
     patch = ContextPatch.load(options.patch)
-    tokenizer = _tokenizer(options, patch, header)
+    tokenizer = _tokenizer(options, patch)
     entries: dict[str, Any] = {
         "file": str(options.patch),
         **vars(patch.info),
@@ -55,15 +56,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _static(options: argparse.Namespace, header: dict[str, Any]) -> int:
+def _static(options: argparse.Namespace) -> int:
     """Print a static patch's entries, its report and the size of its changes."""
     from icl_patch.evaluation.report import table
     from icl_patch.static import StaticPatch
 
     patch = StaticPatch.load(options.patch)
     if options.model is not None:
-        patch.check_model(common.load_for_patch(options, header)[0])
-    norms = {path: float(change.dense().norm()) for path, change in patch.changes.items()}
+        patch.check_model(common.load_for_patch(options, patch.info)[0])
+    norms = {path: float(change.norm()) for path, change in patch.changes.items()}
     entries: dict[str, Any] = {"file": str(options.patch), "kind": "static", **vars(patch.info)}
     entries |= {"rank": patch.rank, "bytes": patch.nbytes}
     report = patch.report
@@ -77,7 +78,7 @@ def _static(options: argparse.Namespace, header: dict[str, Any]) -> int:
     return 0
 
 
-def _tokenizer(options: argparse.Namespace, patch: "ContextPatch", header: dict[str, Any]) -> Any:
+def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:
     """A tokenizer or None: that of MODEL, which the patch must fit, else the one that the
     patch was computed with if it is on this machine.
     """
@@ -87,7 +88,7 @@ def _tokenizer(options: argparse.Namespace, patch: "ContextPatch", header: dict[
     from icl_patch.patch.fingerprints import tokenizer_fingerprint
 
     if options.model is not None:
-        model, tokenizer = common.load_for_patch(options, header)
+        model, tokenizer = common.load_for_patch(options, patch.info)
         patch.fitted_to(model, tokenizer)
         return tokenizer
     where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model

@@ -23,13 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print which token follows each kept token: without its context, and with its patch too."""
-    header = common.read_header(options)
-    from icl_patch.evaluation.report import table
-    from icl_patch.patch.context_patch import ContextPatch
-    from icl_patch.patcher import ContextPatcher
+    with common.stage("importing torch and transformers"):
+        from icl_patch.evaluation.report import table
+        from icl_patch.patch.context_patch import ContextPatch
+        from icl_patch.patcher import ContextPatcher
 
     patch = ContextPatch.load(options.patch)
-    model, tokenizer = common.load_for_patch(options, header)
+    model, tokenizer = common.load_for_patch(options, patch.info)
     patch = patch.fitted_to(model, tokenizer)
     without = _next_without_context(model, patch)
     with (

@@ -286,7 +286,9 @@ class StaticPatch:
             OSError: the file cannot be read.
         """
         header, tensors = read_file(path)
-        check_kind(header, KIND, "ContextPatch.load reads patches for each token")
+        check_kind(
+            header, KIND, "ContextPatch.load and icl-patch replay read patches for each token"
+        )
         own = read_fields(header, StaticInfo, "front")
         with reading("front, report and factors"):
             info = StaticInfo(**own, front=tuple(header["front"]))
