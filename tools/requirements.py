@@ -32,7 +32,8 @@ text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf
 project = tomllib.loads(text)
 extras = project["project"]["optional-dependencies"]
 build = project["build-system"]["requires"]
-needed = [*project["project"]["dependencies"], "pytest>=8"]
+tests = [name for name in extras["test"] if name.startswith(("matplotlib", "pytest>="))]
+needed = [*project["project"]["dependencies"], *tests]
 match sys.argv[1:]:
     case ["met"]:
         if lacking := [name for name in needed + build if not is_met(Requirement(name))]:

@@ -27,8 +27,8 @@ import torch
 
 from icl_patch import ContextPatcher, controllability
 from icl_patch.analysis.attribution import attribution
-from icl_patch.evaluation.figures import visible
 from icl_patch.evaluation.loading import load_model
+from icl_patch.evaluation.report import visible_text
 from icl_patch.models.prompts import make_prompt, split_ids
 
 SCRIPT = "__file__" in globals()
@@ -47,6 +47,11 @@ def show(figure, name):
         plt.close(figure)
     else:
         plt.show()
+
+
+def visible(token):
+    """A token's text without what matplotlib reads as markup."""
+    return visible_text(token).replace("$", r"\$")
 
 
 def heat_map(axes, values, tokens, label, **options):

@@ -23,8 +23,7 @@ from matplotlib.figure import Figure
 from transformers.utils import logging as transformers_logging
 
 from icl_patch.bench.results import environment
-from icl_patch.evaluation.figures import visible
-from icl_patch.evaluation.report import format_value, markdown, percent, to_json
+from icl_patch.evaluation.report import format_value, markdown, percent, to_json, visible_text
 
 matplotlib.use("Agg")
 
@@ -210,6 +209,6 @@ def error_curves(
         wrong = np.flatnonzero(~np.array(same, dtype=bool))
         axis.plot(wrong, drawn[wrong], "X", color="red", markersize=7, zorder=5)
     axis.plot([], [], "X", color="red", markersize=7, label="another token")
-    names = [visible(token) for token in tokens]
+    names = [visible_text(token).replace("$", r"\$") for token in tokens]  # $ is markup here
     axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
     axis.set_ylabel(f"{DTYPES[dtype]}: L∞ / max |logit|")

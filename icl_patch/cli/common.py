@@ -256,14 +256,14 @@ def device(text: str) -> "torch.device":
     return value
 
 
-def writable(*suffixes: str) -> Callable[[str], Path]:
+def writable(suffix: str) -> Callable[[str], Path]:
     """An output file in an existing folder, so that no result is lost to a mistyped name."""
 
     def check(text: str) -> Path:
         path = Path(text)
-        if path.suffix not in suffixes:
+        if path.suffix != suffix:
             raise argparse.ArgumentTypeError(
-                f"expected a file name ending in {', '.join(suffixes)}, got {text!r}"
+                f"expected a file name ending in {suffix}, got {text!r}"
             )
         if not path.parent.is_dir():
             raise argparse.ArgumentTypeError(

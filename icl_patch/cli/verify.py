@@ -5,7 +5,7 @@ import argparse
 from icl_patch.cli import common
 
 HELP = "compare the patched model without context with the model with it, token by token"
-_OF_ONE = ("question", "plot")
+_OF_ONE = ("question",)
 _OF_MANY = (
     "context_column",
     "system_column",
@@ -29,12 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens before the current one to keep as context",
-    )
-    parser.add_argument(
-        "--plot",
-        type=common.writable(".png", ".svg", ".pdf"),
-        metavar="FILE",
-        help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)",
     )
     common.add_verbose(parser)
     many = parser.add_argument_group("data sets", "every row's prompt, and a summary by task")
@@ -72,12 +66,7 @@ def _verify_one(options: argparse.Namespace) -> int:
             progress=progress,
             name=options.model,
         )
-    tokens = [str(tokenizer.decode([token.token_id])) for token in result.steps]
-    if options.plot is not None:
-        from icl_patch.evaluation import figures
-
-        figures.plot(result, tokens, options.plot)
-    text = "".join(tokens)
+    text = "".join(str(tokenizer.decode([token.token_id])) for token in result.steps)
     tables = report.verify_tables([result])
     details = [*tables, report.legend(tables)] if options.verbose else ["details: --verbose"]
     common.print_result(
