@@ -1,5 +1,5 @@
 """Rotary positions of a decode step in one operation: the function of a model's source file takes
-about ten for query and key each, a tenth of an eager step.
+some eight for query and key each.
 """
 
 from collections.abc import Callable, Iterable, Iterator
