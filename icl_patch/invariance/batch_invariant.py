@@ -1,7 +1,7 @@
 """Running a model so that a row's bits do not depend on the rows beside it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, reason_against, running_in
+from icl_patch.layers.attachment import WaitingForward
 from icl_patch.models.forward import call
 from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.kv_cache import new_cache
@@ -67,7 +68,9 @@ def _run(
     ids = kwargs.get("input_ids", args[0] if args else None)
     if ids is not None and torch.is_autocast_enabled(ids.device.type):
         raise ValueError("expected a call without torch.autocast, got one within it")
-    with running_in(BATCH_INVARIANT, model, attention=attention):
+    # what replaces forwards in an attached model takes turns with its passes
+    turn = own.attachment.turn() if isinstance(own, WaitingForward) else nullcontext()
+    with turn, running_in(BATCH_INVARIANT, model, attention=attention):
         return own(*args, **kwargs)
 
 

@@ -184,6 +184,13 @@ def _is_of_a_pass(function: Any) -> bool:
     return hasattr(function, "of_a_pass")
 
 
+def is_own_or_of_a_pass(module: nn.Module) -> bool:
+    """Whether the module's forward is its class's own, or one that a pass put there, perhaps of
+    another thread.
+    """
+    return "forward" not in vars(module) or _is_of_a_pass(vars(module)["forward"])
+
+
 def _forward_before(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that the module had before a pass put its own there; None for its class's."""
     (before,) = vars(module)["forward"].of_a_pass

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from icl_patch import ops
+from icl_patch.layers.attachment import is_own_or_of_a_pass
 from icl_patch.layers.device_hooks import hooks_of, weight_of
 from icl_patch.layers.patched_module import PatchedModule, matches_rows, rows_of, with_base
 
@@ -158,7 +159,7 @@ def _form_of(module: nn.Module, dtype: torch.dtype) -> tuple[float, bool] | None
         or weight.dtype != dtype
         # the classes of transformers compute in fp32 even so, our op does not
         or dtype == torch.float64
-        or ("forward" in vars(module) and not hooks_of(module))
+        or not (hooks_of(module) or is_own_or_of_a_pass(module))
     ):
         return None
     names = vars(module).items()

@@ -50,10 +50,10 @@ class FusedModule:
 class ForwardOverrides:
     """Within ``with`` each module runs the function beside it as its forward, in this thread.
 
-    Other threads, and this one afterwards, run the forward that was there before. What every token
-    needs is made once and entered again: the functions are most of what a step leaves for Python's
-    garbage collector, and a collection takes as long as many steps. Not to be entered within
-    itself.
+    Other threads, and this one afterwards, run the forward that was there before. Contexts of
+    several threads may end in any order. What every token needs is made once and entered again: the
+    functions are most of what a step leaves for Python's garbage collector, and a collection takes
+    as long as many steps. Not to be entered within itself.
     """
 
     def __init__(self, forwards: Iterable[tuple[nn.Module, Forward]]) -> None:
@@ -87,12 +87,31 @@ class ForwardOverrides:
     def _restore(self) -> None:
         """Put back the forwards that are not back yet: it may be called again at any place."""
         while self._before:
-            names, before = vars(self._places[len(self._before) - 1][0]), self._before[-1]
-            if before is None:
+            module, chosen, others = self._places[len(self._before) - 1]
+            names, before = vars(module), self._before[-1]
+            if before is not None and before is not others[0]:  # another context has ended since
+                before = _own_forward(module, others[0])
+            if names.get("forward") is not chosen:  # another has begun since, or taken it out
+                _take_out(chosen, others, names.get("forward"))
+            elif before is None:
                 names.pop("forward", None)
             else:
                 names["forward"] = before
             self._before.pop()
+
+
+def _own_forward(module: nn.Module, forward: Forward) -> Forward | None:
+    """A forward of a module that is not its class's."""
+    return None if getattr(forward, "__self__", None) is module else forward
+
+
+def _take_out(chosen: Forward, others: list[Forward], stacked: Forward | None) -> None:
+    """Take a replaced forward out from below the one that has been put upon it."""
+    while hasattr(stacked, "of_a_pass"):
+        below: list[Forward] = stacked.of_a_pass
+        if below[0] is chosen:
+            below[0] = others[0]
+        stacked = below[0]
 
 
 def _choosing(thread: list[int], forward: Forward, others: list[Forward]) -> Forward:

@@ -54,7 +54,7 @@ class Hooks:
             UnsupportedModelError: a patched module has hooks and there are global hooks, which
                 then run twice for that module.
         """
-        if not any(self._dicts) and not any(map(_is_replaced, self._forwards)):
+        if not any(self._dicts) and not self._replaced():
             return ()
         twice = [
             path for path, part in self._patched if part._forward_pre_hooks or part._forward_hooks
@@ -71,8 +71,12 @@ class Hooks:
             for number, hook in list(hooks.items()):  # another thread may add one meanwhile
                 if getattr(hook, "__module__", None) != _CAPTURING:
                     yield path, number
-        for path, part, _ in filter(_is_replaced, self._forwards):
+        for path, part, _ in self._replaced():
             yield path, vars(part).get("forward")
+
+    def _replaced(self) -> list[tuple[str, nn.Module, Any]]:
+        """The modules that have another forward than then; every step looks for them."""
+        return [x for x in self._forwards if vars(x[1]).get("forward") is not x[2]]
 
     @contextmanager
     def removed(self) -> Iterator[None]:
@@ -87,10 +91,7 @@ class Hooks:
                 " tell whether it was computed with them. Remove them, or compute the patch again",
             )
         saved = [(hooks, dict(hooks)) for hooks in self._dicts if hooks]
-        replaced = [
-            (part, vars(part).get("forward"), was)
-            for _, part, was in filter(_is_replaced, self._forwards)
-        ]
+        replaced = [(part, vars(part).get("forward"), was) for _, part, was in self._replaced()]
         try:
             for hooks, _ in saved:
                 hooks.clear()
@@ -102,11 +103,6 @@ class Hooks:
                 hooks.update(before)
             for part, now, _ in replaced:
                 set_forward(part, now)
-
-
-def _is_replaced(forward: tuple[str, nn.Module, Any]) -> bool:
-    _, part, was = forward
-    return vars(part).get("forward") is not was
 
 
 def paths_of(hooks: HookIds) -> str:

@@ -1,5 +1,8 @@
 """Models whose rows do not depend on their batch."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from support import realistic_weights
@@ -118,3 +121,53 @@ def test_dropout_in_attention_is_refused() -> None:
     model = build("llama", attention_dropout=0.5).train()
     with pytest.raises(UnsupportedModelError, match="rows that depend on their batch"):
         batch_invariant(model).__enter__()
+
+
+def test_two_threads_at_once() -> None:
+    """Their contexts begin and end in turns; both have the bits of one alone, in every call."""
+    model = build("llama", dtype=torch.bfloat16)
+    ids, mask = prompts(model)
+    ids, mask = ids[:3], mask[:3]
+    with batch_invariant(model):
+        expected = log_probabilities(model, ids, mask)
+    turn = threading.Barrier(2, timeout=60)
+
+    def run(first: bool) -> list[Tensor]:
+        if not first:
+            turn.wait()
+        with batch_invariant(model):
+            if first:
+                turn.wait()
+            turn.wait()
+            found = [log_probabilities(model, ids, mask) for _ in range(3)]
+            if not first:
+                turn.wait()  # for the end of the other's
+                found.append(log_probabilities(model, ids, mask))
+        if first:
+            turn.wait()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(run, (True, False)):
+            assert all(torch.equal(x, expected) for x in found)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_call_takes_turns_with_the_passes_of_a_patcher() -> None:
+    model = build("llama")
+    ids, mask = prompts(model)
+    with ContextPatcher(model) as patcher, batch_invariant(model), ThreadPoolExecutor(1) as other:
+        lock, free = patcher.attached_model.attachment.lock, list[bool]()
+
+        def is_free() -> bool:
+            if not lock.acquire(blocking=False):
+                return False
+            lock.release()
+            return True
+
+        norm = model.get_submodule("model.norm")
+        handle = norm.register_forward_hook(lambda *_: free.append(other.submit(is_free).result()))
+        log_probabilities(model, ids[:2], mask[:2])
+        handle.remove()
+        assert other.submit(is_free).result()
+    assert free and not any(free)

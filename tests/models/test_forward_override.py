@@ -48,6 +48,35 @@ def test_other_threads_run_the_forward_that_was_there_when_it_was_entered() -> N
     assert torch.equal(module(X), X)
 
 
+def test_contexts_of_two_threads_end_in_any_order() -> None:
+    plain, replaced = nn.Identity(), nn.Identity()
+    somebody_elses = replaced.forward = lambda x: -x  # type: ignore[method-assign]
+    ours, others = (ForwardOverrides([(x, doubled) for x in (plain, replaced)]) for _ in range(2))
+
+    def in_the_other_thread() -> list[torch.Tensor]:
+        others.__enter__()
+        return [plain(X), replaced(X)]
+
+    def outputs() -> list[torch.Tensor]:
+        return [plain(X), replaced(X)]
+
+    def end() -> list[torch.Tensor]:
+        found = outputs()
+        others.__exit__()
+        return found
+
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as other:
+            with ours:
+                assert all(
+                    torch.equal(x, 2 * X) for x in other.submit(in_the_other_thread).result()
+                )
+                assert all(torch.equal(x, 2 * X) for x in outputs())
+            assert torch.equal(plain(X), X) and torch.equal(replaced(X), -X)
+            assert all(torch.equal(x, 2 * X) for x in other.submit(end).result())
+        assert "forward" not in vars(plain) and replaced.forward is somebody_elses
+
+
 def test_an_interrupt_while_entering_leaves_nothing() -> None:
     class Late(nn.Identity):
         interrupted = False
