@@ -52,7 +52,7 @@ def fused_modules(
     before = dict(_inputs(blocks))
     for norm in rms_norms(model):
         module = norm.base_layer
-        if not untouched(module):
+        if not (keeps_bits or untouched(module)):  # a replay takes all norms
             continue
         if (block := before.get(module)) is not None:
             found.append(NormBefore(module, _pair(norm, block), block))

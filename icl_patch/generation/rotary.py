@@ -23,7 +23,8 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
     tried: dict[Any, bool] = {}  # by the shapes of a row and the dtypes
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        if not _fusing.get() or kwargs or len(args) != 4 or not args[0].is_cpu:
+        tensors = len(args) == 4 and not kwargs and all(isinstance(x, Tensor) for x in args)
+        if not (_fusing.get() and tensors and args[0].is_cpu):
             return original(*args, **kwargs)
         form = tuple((x.shape[1:], x.dtype) for x in args)
         if form not in tried:

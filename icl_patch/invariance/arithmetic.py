@@ -4,7 +4,6 @@ batch.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from icl_patch.invariance.functions import (
     ROW_FUNCTIONS,
     is_own,
 )
-from icl_patch.layers.device_hooks import hooks_of, input_device, run_aligned
+from icl_patch.layers.attachment import turn_of
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.product_interception import Replacing
 from icl_patch.layers.rms_norm import rms_norms
 from icl_patch.models.forward_override import Forward, ForwardOverrides, FusedModule
@@ -45,7 +45,8 @@ def reason_against(model: PreTrainedModel) -> str | None:
 def running_in(
     arithmetic: str, model: PreTrainedModel, *, attention: bool = False
 ) -> Iterator[None]:
-    """Within this context a model's calls in this thread run in an arithmetic.
+    """Within this context a model's calls in this thread run in an arithmetic. The batch-invariant
+    one of a model is one thread's at a time.
 
     Args:
         arithmetic: ``"model"``: torch's functions, as the model calls them.
@@ -59,23 +60,15 @@ def running_in(
         yield
         return
     table = {**ROW_FUNCTIONS, **(ATTENTION if attention else ONE_TOKEN_ATTENTION)}
-    with _products(), Replacing(table), ForwardOverrides(_norms(model)):
+    # the norms' forwards of another thread's call would be in the way
+    with turn_of(model), _products(), Replacing(table), ForwardOverrides(_norms(model)):
         yield
 
 
 def _norms(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Forward]]:
     """The RMSNorms of a model, with forwards that take one launch each."""
     for norm in rms_norms(model):
-        module = norm.base_layer
-        fused = FusedModule(module, norm.in_one_launch)
-        if hooks_of(module):
-            yield module, partial(_inside_hooks, fused)
-        else:
-            yield module, fused
-
-
-def _inside_hooks(fused: FusedModule, *args: Any, **kwargs: Any) -> Any:
-    return run_aligned(fused.module, fused, args, kwargs)
+        yield norm.base_layer, FusedModule(norm.base_layer, norm.in_one_launch)
 
 
 @contextmanager

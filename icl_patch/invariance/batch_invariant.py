@@ -1,7 +1,7 @@
 """Running a model so that a row's bits do not depend on the rows beside it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, reason_against, running_in
-from icl_patch.layers.attachment import WaitingForward
 from icl_patch.models.forward import call
 from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.kv_cache import new_cache
@@ -29,14 +28,14 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
     adds up in another order. The logits are as near to the fp32 model as those of the unmodified
     model, but not the same bits.
 
-    The context covers calls of the model in this thread. A few random tokens are run first, alone
-    and in batches, and compared bit for bit.
+    The context covers calls of the model in this thread; those of several threads take turns. A few
+    random tokens are run first, alone and in batches, and compared bit for bit.
 
     Args:
         model: a causal language model of transformers in fp32, bf16 or fp16, with attention
             ``"sdpa"``. A patcher may be attached to it.
-        attention: whether attention is replaced too. Without it, only products and activations do
-            not depend on the batch. Exact decode steps run so: if a patch says
+        attention: whether attention is replaced too. Without it, only products, activations and
+            norms do not depend on the batch. Exact decode steps run so: if a patch says
             ``info.arithmetic == "batch_invariant"``, its logits are those of the model's own step
             within ``batch_invariant(model, attention=False)``, after a prompt outside.
 
@@ -68,9 +67,7 @@ def _run(
     ids = kwargs.get("input_ids", args[0] if args else None)
     if ids is not None and torch.is_autocast_enabled(ids.device.type):
         raise ValueError("expected a call without torch.autocast, got one within it")
-    # what replaces forwards in an attached model takes turns with its passes
-    turn = own.attachment.turn() if isinstance(own, WaitingForward) else nullcontext()
-    with turn, running_in(BATCH_INVARIANT, model, attention=attention):
+    with running_in(BATCH_INVARIANT, model, attention=attention):
         return own(*args, **kwargs)
 
 

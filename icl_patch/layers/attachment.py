@@ -10,9 +10,10 @@ and forwards of a pass do nothing in another thread, and a patched module waits 
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import update_wrapper, wraps
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -184,18 +185,37 @@ def _is_of_a_pass(function: Any) -> bool:
     return hasattr(function, "of_a_pass")
 
 
-def is_own_or_of_a_pass(module: nn.Module) -> bool:
-    """Whether the module's forward is its class's own, or one that a pass put there, perhaps of
-    another thread.
-    """
-    return "forward" not in vars(module) or _is_of_a_pass(vars(module)["forward"])
+def below_passes(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that the module has outside of passes, of all threads; None for its class's."""
+    forward: Any = vars(module).get("forward")
+    while _is_of_a_pass(forward):
+        (forward,) = forward.of_a_pass
+    return unless_of_class(module, forward)
+
+
+def turn_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """A context that no other thread has at once: of an attached model that of its passes."""
+    forward = below_passes(model)
+    if isinstance(forward, WaitingForward):
+        return forward.attachment.turn()
+    return _turns.setdefault(model, threading.RLock())
+
+
+_turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of models without a patcher
+
+
+def unless_of_class(
+    module: nn.Module, forward: Callable[..., Any] | None
+) -> Callable[..., Any] | None:
+    """A forward of the module; None if it is that of its class."""
+    of_class = getattr(forward, "__func__", None) is type(module).forward
+    return None if of_class and getattr(forward, "__self__", None) is module else forward
 
 
 def _forward_before(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that the module had before a pass put its own there; None for its class's."""
     (before,) = vars(module)["forward"].of_a_pass
-    of_class = getattr(before, "__func__", None) is type(module).forward
-    return None if of_class and before.__self__ is module else before
+    return unless_of_class(module, before)
 
 
 def _clear_hooks(module: nn.Module) -> None:

@@ -83,13 +83,18 @@ def _take_away(module: nn.Module) -> None:
     """Give the module the forward that accelerate replaced."""
     names = vars(module)
     forward, old = names.get("forward"), names.get("_old_forward")
-    if not (isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks"):
-        return  # somebody has replaced accelerate's
+    if not is_accelerates(forward):
+        return  # somebody has replaced it
     names[_BEFORE] = forward
     if getattr(old, "__func__", None) is type(module).forward:
         del names["forward"]
     else:
         names["forward"] = old
+
+
+def is_accelerates(forward: object) -> bool:
+    """Whether a module's forward is the one that accelerate has put there."""
+    return isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks"
 
 
 def put_back(module: nn.Module) -> None:

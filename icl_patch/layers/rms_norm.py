@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.layers.attachment import is_own_or_of_a_pass
-from icl_patch.layers.device_hooks import hooks_of, weight_of
+from icl_patch.layers.attachment import below_passes, unless_of_class
+from icl_patch.layers.device_hooks import hooks_of, is_accelerates, weight_of
 from icl_patch.layers.patched_module import PatchedModule, matches_rows, rows_of, with_base
 
 # Scales of the rows that a module is tried on: the small one shows its eps, the large ones whether
@@ -146,6 +146,9 @@ def rms_norms(model: PreTrainedModel) -> Iterator[PatchedRMSNorm]:
                 yield PatchedRMSNorm(part, scale_offset=form[0], cast_first=form[1])
 
 
+# of an instance; what accelerate and transformers add
+_OF_ANY_MODULE = {*vars(nn.Module()), "forward", "_old_forward", "_hf_hook", "_is_hf_initialized"}
+_SETTINGS = (bool, int, float, str, tuple, type(None), torch.dtype)
 _forms: dict[Any, tuple[float, bool] | None] = {}  # by everything that a module's form depends on
 
 
@@ -159,16 +162,27 @@ def _form_of(module: nn.Module, dtype: torch.dtype) -> tuple[float, bool] | None
         or weight.dtype != dtype
         # the classes of transformers compute in fp32 even so, our op does not
         or dtype == torch.float64
-        or not (hooks_of(module) or is_own_or_of_a_pass(module))
+        or not _runs_its_class(module)
     ):
         return None
-    names = vars(module).items()
-    settings = [(name, x) for name, x in names if isinstance(x, bool | int | float | str)]
+    parts = {**module._parameters, **module._buffers, **module._modules}
+    settings = {name: x for name, x in list(vars(module).items()) if name not in _OF_ANY_MODULE}
+    known = all(isinstance(x, _SETTINGS) for x in settings.values())
+    if not known or any(x is not None for name, x in parts.items() if name != "weight"):
+        return None  # its output may depend on more than what is tried
     device = torch.device("cpu") if weight.is_meta else weight.device
-    key = (type(module), *settings, len(weight), dtype, device)
+    key = (type(module), module.training, *settings.items(), len(weight), dtype, device)
     if key not in _forms:
         _forms[key] = _tried(module, len(weight), dtype, device)
     return _forms[key]
+
+
+def _runs_its_class(module: nn.Module) -> bool:
+    """Whether nobody but passes and accelerate has replaced the module's forward."""
+    forward = below_passes(module)
+    if hooks_of(module) and is_accelerates(forward):
+        forward = unless_of_class(module, vars(module).get("_old_forward"))
+    return forward is None
 
 
 @torch.no_grad()
@@ -183,5 +197,7 @@ def _tried(
     vars(like).update(_parameters={**module._parameters, "weight": weight})
     try:
         return rms_norm_form(like, x, type(module).forward(like, x))
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # the module's own code takes other inputs: no RMSNorm
         return None

@@ -4,7 +4,7 @@ cheaper than a hook.
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -13,7 +13,8 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.layers.attachment import of_a_pass
+from icl_patch.layers.attachment import of_a_pass, unless_of_class
+from icl_patch.layers.device_hooks import hooks_of, run_aligned
 from icl_patch.layers.patched_module import (
     PatchedModule,
     like_rows_of,
@@ -33,17 +34,29 @@ def overridable(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class FusedModule:
-    """A module's forward in fewer launches, ``run``, for a call with one input; other calls run the
-    module's own forward.
+    """A module's forward in fewer launches, ``run``, for a call with one input, of the width and
+    dtype of the module's own weight; other calls run the forward of its class. Both run inside
+    accelerate's hooks.
     """
 
     module: Any
     run: Callable[[Tensor], Tensor]
+    _aligned: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_aligned", bool(hooks_of(self.module)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output."""
+        if self._aligned:
+            return run_aligned(self.module, self._call, args, kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
-            return self.run(args[0])
+            x, weight = args[0], self.module._parameters.get("weight")
+            if weight is None or (x.dtype == weight.dtype and x.shape[-1:] == weight.shape):
+                return self.run(x)
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
@@ -90,7 +103,7 @@ class ForwardOverrides:
             module, chosen, others = self._places[len(self._before) - 1]
             names, before = vars(module), self._before[-1]
             if before is not None and before is not others[0]:  # another context has ended since
-                before = _own_forward(module, others[0])
+                before = unless_of_class(module, others[0])
             if names.get("forward") is not chosen:  # another has begun since, or taken it out
                 _take_out(chosen, others, names.get("forward"))
             elif before is None:
@@ -98,14 +111,10 @@ class ForwardOverrides:
             else:
                 names["forward"] = before
             self._before.pop()
+        self._thread[0] = 0  # whatever somebody has kept of them does nothing any more
 
 
-def _own_forward(module: nn.Module, forward: Forward) -> Forward | None:
-    """A forward of a module that is not its class's."""
-    return None if getattr(forward, "__self__", None) is module else forward
-
-
-def _take_out(chosen: Forward, others: list[Forward], stacked: Forward | None) -> None:
+def _take_out(chosen: Forward, others: list[Forward], stacked: Any) -> None:
     """Take a replaced forward out from below the one that has been put upon it."""
     while hasattr(stacked, "of_a_pass"):
         below: list[Forward] = stacked.of_a_pass

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.positions import switch_lengths
 
@@ -45,8 +46,13 @@ class Student:
 
         with ForwardOverrides([(self._decoder, stop)]), suppress(_Stopped):
             self._call(ids)
+        hidden = getattr(found[0], "last_hidden_state", None)
+        if not isinstance(hidden, Tensor):
+            raise UnsupportedModelError(
+                "expected a decoder that returns its last_hidden_state for a static patch, got"
+                f" {type(self._decoder).__name__}, which returns {type(found[0]).__name__}"
+            )
         self._output = type(found[0])
-        hidden: Tensor = found[0].last_hidden_state
         return hidden.to(ids.device)
 
     def logits(self, hidden: Tensor) -> Tensor:

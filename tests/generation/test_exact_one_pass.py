@@ -238,3 +238,17 @@ def test_a_norm_that_writes_rounds_alike_in_wide_models() -> None:
         for step in steps_of(patcher, 4, ids, context_mask=None, mode="two_stream"):
             replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
             assert torch.equal(replayed, step.logits)
+
+
+def test_hooks_on_gradients_change_no_norm() -> None:
+    """A step runs the norms that a replay runs."""
+    model = build("llama", dtype=torch.float16, hidden_size=640)
+    norms = [module for path, module in model.named_modules() if path.endswith("norm")]
+    handles = [norm.register_full_backward_hook(lambda *_: None) for norm in norms]
+    with ContextPatcher(model) as patcher:
+        for step in steps_of(patcher, 4, tokens(0, 8, 11), context_mask=None):
+            assert (step.mode, len(norms)) == ("shared_cache", 7)
+            replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
+            assert torch.equal(replayed, step.logits)
+    for handle in handles:
+        handle.remove()

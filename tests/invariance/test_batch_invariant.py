@@ -8,6 +8,7 @@ import torch
 from support import realistic_weights
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation.tiny_models import build
@@ -121,6 +122,29 @@ def test_dropout_in_attention_is_refused() -> None:
     model = build("llama", attention_dropout=0.5).train()
     with pytest.raises(UnsupportedModelError, match="rows that depend on their batch"):
         batch_invariant(model).__enter__()
+
+
+class _WithBias(LlamaRMSNorm):
+    """An RMSNorm of a form that no op of ours has."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) + self.bias
+
+
+def test_a_norm_with_a_bias_keeps_it() -> None:
+    """Also if that of the first one is 0."""
+    model = build("llama")
+    for number, layer in enumerate(model.model.layers):
+        layer.input_layernorm = _WithBias(32)
+        layer.input_layernorm.bias.data.fill_(number)
+    ids, mask = prompts(model)
+    expected = log_probabilities(model, ids[:1], mask[:1])
+    with batch_invariant(model):
+        assert torch.allclose(log_probabilities(model, ids[:1], mask[:1]), expected, atol=1e-3)
 
 
 def test_two_threads_at_once() -> None:

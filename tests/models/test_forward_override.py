@@ -4,6 +4,7 @@ afterwards.
 
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from types import MethodType
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def test_other_threads_run_the_forward_that_was_there_when_it_was_entered() -> N
 
 def test_contexts_of_two_threads_end_in_any_order() -> None:
     plain, replaced = nn.Identity(), nn.Identity()
-    somebody_elses = replaced.forward = lambda x: -x  # type: ignore[method-assign]
+    somebody_elses = MethodType(lambda _module, x: -x, replaced)
+    replaced.forward = somebody_elses  # type: ignore[method-assign]
     ours, others = (ForwardOverrides([(x, doubled) for x in (plain, replaced)]) for _ in range(2))
 
     def in_the_other_thread() -> list[torch.Tensor]:

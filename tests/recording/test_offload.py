@@ -14,7 +14,7 @@ from support.random_models import build, tokens
 from support.static import random_examples, random_patch
 from torch import Tensor
 
-from icl_patch import ContextPatcher, verify
+from icl_patch import ContextPatcher, ops, verify
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation import embedded, tiny_models
 from icl_patch.layers.device_hooks import device_of, hooks_of
@@ -62,8 +62,17 @@ def test_offloaded_weights_have_the_bits_of_weights_in_memory(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_patch_of_one_pass_replays_with_its_bits(family: str, way: str, tmp_path: Path) -> None:
-    """In the batch-invariant arithmetic, of which the norms are one."""
+def test_a_patch_of_one_pass_replays_with_its_bits(
+    family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the batch-invariant arithmetic, with its norms."""
+    norms: list[Any] = []
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        norms.append(args)
+        return own(*args, **options)
+
+    own = ops.rms_norm
     model = tiny_models.build(family, dtype=torch.bfloat16)
     arguments = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
     with ContextPatcher(model) as patcher:
@@ -71,9 +80,12 @@ def test_a_patch_of_one_pass_replays_with_its_bits(family: str, way: str, tmp_pa
         patches = [step.patch for step in steps]
     model = offload(tiny_models.build(family, dtype=torch.bfloat16), way, tmp_path)
     with unchanged(model), ContextPatcher(model) as patcher:
+        monkeypatch.setattr(ops, "rms_norm", counted)
         for step, patch in zip(steps, patches, strict=True):
             assert patch.info.arithmetic == "batch_invariant"
             assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
+    of_a_block = 2 if family == "llama" else 5  # the one that writes is in fp64
+    assert len(norms) == len(steps) * (of_a_block * model.config.num_hidden_layers + 1)
 
 
 def test_a_model_larger_than_memory(tmp_path: Path) -> None:
