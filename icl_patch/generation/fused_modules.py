@@ -18,7 +18,7 @@ from icl_patch.activations import ACTIVATIONS
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
 from icl_patch.layers.linear import LINEAR, PatchedLinear
 from icl_patch.layers.patched_module import like_rows_of, rows_of, untouched
-from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norms
+from icl_patch.layers.rms_norm import PatchedRMSNorm, random_rows, rms_norms
 from icl_patch.models.forward_override import Forward, FusedModule
 from icl_patch.recording.attached_block import AttachedBlock
 
@@ -105,7 +105,8 @@ def _gated(blocks: Sequence[AttachedBlock], roundings: int) -> Iterator[FusedMod
             continue
         if (activation := _activation(others[0])) is None:
             continue
-        x = _trial(_width(readers[0]), next(module.parameters()))
+        weight = next(module.parameters())
+        x = random_rows(_width(readers[0]), _SCALES).to(weight.device, weight.dtype)
         for order in (1, -1):  # whether the gate is the first or the second reader or half
             run = _gated_product(readers, block.down, activation, order)
             if _same(run, module, x, roundings):
@@ -150,12 +151,6 @@ def _activation(module: nn.Module) -> str | None:
         ),
         None,
     )
-
-
-def _trial(width: int, like: Tensor) -> Tensor:
-    """Three random rows for each of ``_SCALES``, (M, width)."""
-    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2))
-    return torch.cat([scale * rows for scale in _SCALES]).to(like.device, like.dtype)
 
 
 def _same(fused: Forward, module: nn.Module, x: Tensor, roundings: int) -> bool:

@@ -1,7 +1,7 @@
 """PatchedRMSNorm: an RMSNorm with a scale per token; and which modules of a model are RMSNorms."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,14 +185,18 @@ def _runs_its_class(module: nn.Module) -> bool:
     return forward is None
 
 
+def random_rows(width: int, scales: Sequence[float]) -> Tensor:
+    """Three random rows for each of the scales, (M, width) fp32, to try a module on."""
+    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    return torch.cat([scale * rows for scale in scales])
+
+
 @torch.no_grad()
 def _tried(
     module: nn.Module, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, bool] | None:
-    generator = torch.Generator().manual_seed(2)
-    rows = torch.randn(3, width, generator=generator)
-    x = torch.cat([scale * rows for scale in _SCALES]).to(device, dtype)
-    weight = nn.Parameter(torch.randn(width, generator=generator).to(device, dtype))
+    x = random_rows(width, _SCALES).to(device, dtype)
+    weight = nn.Parameter(random_rows(width, (1.0,))[0].to(device, dtype))
     like = copy.copy(module)
     vars(like).update(_parameters={**module._parameters, "weight": weight})
     try:
