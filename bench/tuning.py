@@ -23,7 +23,6 @@ from icl_patch.bench.cases.linear import (
 from icl_patch.bench.harness import reason, relative_error
 from icl_patch.bench.results import environment
 from icl_patch.bench.timing import InTurn, compare
-from icl_patch.kernels.compilation import NARROW
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.runtime.config import (
     DTYPES,
@@ -71,6 +70,7 @@ def write(
     head: dict[str, object] = {"gpu": gpu, "capabilities": [capability_of(device)]}
     head["note"] = f"Measured on this GPU by icl-patch tune{' --quick' if quick else ''}: {where}."
     target = (folder or Path(str(files("icl_patch.kernels") / "configs"))) / f"{slug(gpu)}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
     entries = entries_for(gpu)
     for dtype, path in itertools.product(dtypes, LIMITS):
         with torch.cuda.device(device):
@@ -92,10 +92,9 @@ def choose(
     device: torch.device, dtype: torch.dtype, path: str, quick: bool, progress: Progress
 ) -> list[TunedConfig]:
     """The entries of a dtype and path, one for each class of N: first the fastest blocks; then, for
-    few rows, in how many ranges of K and whether with programmatic dependent launch; then how many
-    coefficients a program sums itself.
+    few rows, how many coefficients a program sums itself.
     """
-    chosen, least, capability = [], 0, capability_of(device)
+    chosen, least = [], 0
     cases = CASES[path][:: 2 if quick else 1]
     known = [size for name, size in SHAPES.items() if CONV1D not in name]
     for most in LIMITS[path]:
@@ -104,10 +103,6 @@ def choose(
         best = functools.partial(fastest, some, device, dtype, progress=progress)
         config = best(candidates(dtype, path), cases)
         if path == GEMV:
-            splits = (1, 2, 4, 8) if most is not None and most <= NARROW else (1,)
-            launches = [replace(config, splits=n, pdl=pdl) for n in splits for pdl in (False, True)]
-            launches = [of.for_capability(capability) for of in launches]
-            config = best(dict.fromkeys(launches), cases)
             fused = [replace(config, fused=n) for n in (1, 4, 8, 16, 32)]
             config = best(fused, ((1, 1), (8, 1), (4, 4)))
         progress(f"{path} {DTYPES[dtype]} N ≤ {most}: {config}")

@@ -13,6 +13,7 @@ if __name__ == "triton_kernels":
         " project's own package"
     )
 
+from icl_patch.kernels.ops.attention import decode_attention
 from icl_patch.kernels.ops.direction import read_direction
 from icl_patch.kernels.ops.experts import expert_linear
 from icl_patch.kernels.ops.gated_product import gated_product
@@ -23,6 +24,7 @@ from icl_patch.kernels.ops.recording import record_linears
 
 __all__ = [
     "add_low_rank",
+    "decode_attention",
     "expert_linear",
     "gated_product",
     "norm_pair",

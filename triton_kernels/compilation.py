@@ -2,11 +2,12 @@
 that they take, and a launch of every kernel in every configuration of the data files.
 """
 
+import itertools
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
 from icl_patch.activations import ACTIVATIONS
+from icl_patch.kernels.ops.attention import plan_blocks
 from icl_patch.kernels.ops.coefficients import plan_coefficients
 from icl_patch.kernels.ops.direction import plan_direction
 from icl_patch.kernels.ops.experts import plan_experts
@@ -128,9 +130,6 @@ VARIANTS = {
     "Conv1D": (1, 4, 64),
 }
 
-NARROW = 4096
-"""Up to so many outputs K is worth splitting over programs."""
-
 
 def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
@@ -164,7 +163,7 @@ def linear_launch(
 def _of_entry(entry: TunedConfig, capability: int) -> Iterator[tuple[str, Launch]]:
     """The launches of an entry of a data file for a GPU of the compute capability, by variant."""
     dtype, size = getattr(torch, entry.dtype), (min(entry.max_n or 21504, 21504), 5376)
-    config = entry.config.for_capability(capability)
+    config = entry.config
     for variant, (rank, *rows) in VARIANTS.items():
         count = rows[entry.path != GEMV]
         if count is not None:
@@ -174,15 +173,11 @@ def _of_entry(entry: TunedConfig, capability: int) -> Iterator[tuple[str, Launch
         # few rows, as in a decode step: 8 of 128 experts each
         expert, bias = _empty(3, 8, dtype=torch.int64), _empty(128, size[0], dtype=dtype)
         yield "experts", plan_experts(x, weight, expert, bias, torch.float32, config)
-    if entry.path == GEMV and size[0] <= NARROW:
-        split = replace(entry.config, splits=4, pdl=True).for_capability(capability)
-        for variant, rank, count in (("rank 1", 1, 1), ("recording", None, 16)):
-            yield f"{variant}, 4 splits", linear_launch(split, dtype, size, rank, count)
 
 
 def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
     """Every launch, by name: of the linear kernels and of the experts' in every configuration for
-    GPUs of the compute capability, then of the others, for rows of 5376 and 21504 elements.
+    GPUs of the compute capability, then of the others, for rows of 576 to 21504 elements.
     """
     seen = set()
     for file, entries in data_files(capability).items():
@@ -201,10 +196,22 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
         yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None)
         yield f"direction K = {width}", plan_direction(z)
         yield f"add_low_rank N = {width}", plan_low_rank(wide, _empty(4, 1, width), None, dtype)
-    pair, z, wide = _empty(8, d, dtype=dtype), _empty(4, d, dtype=dtype), _empty(4, d)
-    for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):
-        options = (1e-6, offset, cast_first)
-        yield f"norm_pair {name}", plan_norm_pair(pair, _empty(d, dtype=dtype), *options)
-        yield f"rms_norm {name}", plan_rms_norm(z, wide, *options)
+    for width in (576, 4096, d):
+        pair, z, wide = (
+            _empty(8, width, dtype=dtype),
+            _empty(4, width, dtype=dtype),
+            _empty(4, width),
+        )
+        for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):
+            options = (1e-6, offset, cast_first)
+            norm = plan_norm_pair(pair, _empty(width, dtype=dtype), *options)
+            yield f"norm_pair {name}, d = {width}", norm
+            yield f"rms_norm {name}, d = {width}", plan_rms_norm(z, wide, *options)
+    for head, kind in itertools.product((64, 128, 256), (dtype, torch.float32)):
+        query, key = _empty(2, 8, head, dtype=kind), _empty(2, 2, 1024, head, dtype=kind)
+        attend, add = plan_blocks(query, key, key, _empty(2, 1024, dtype=torch.bool), 0.1)
+        yield f"decode_attention D = {head}, {str(kind).removeprefix('torch.')}", attend
+    yield "decode_attention, sum of blocks", add
+    z = _empty(4, d, dtype=dtype)
     for activation in ACTIVATIONS:
         yield f"gated_product {activation}", plan_gated(z, z, activation)

@@ -173,7 +173,7 @@ def one_token_attention(
     packed = mask is not None and mask.shape[-2] == 1
     if dropout or not (query.shape[2] == 1 or packed) or query.dtype == torch.float64:
         return None
-    if not ops.has_decode_attention(query.device.type):
+    if not ops.has_kernels(query.device.type):
         return None
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):

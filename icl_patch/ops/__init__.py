@@ -5,11 +5,7 @@ expected and the actual value. :mod:`icl_patch.ops.dispatch` chooses whether it 
 library, in Triton's kernels or in plain torch (:mod:`icl_patch.ops.reference`, the specification).
 """
 
-from icl_patch.ops.attention import (
-    decode_attention,
-    has_decode_attention,
-    rotary_embedding,
-)
+from icl_patch.ops.attention import decode_attention, rotary_embedding
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import has_kernels, has_triton
 from icl_patch.ops.experts import expert_linear
@@ -38,7 +34,6 @@ __all__ = [
     "expert_linear",
     "gated_product",
     "gemv_products",
-    "has_decode_attention",
     "has_gated_product",
     "has_kernels",
     "has_triton",

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from icl_patch.checks import check_decode_attention, check_rotary_embedding
 from icl_patch.ops import reference
-from icl_patch.ops.dispatch import Op, native_serves
+from icl_patch.ops.dispatch import Op
 
 
 def decode_attention(
@@ -44,7 +44,9 @@ _decode_attention = Op(
     "decode_attention",
     check_decode_attention,
     reference.decode_attention,
-    triton_if=lambda *_: False,  # torch's own kernels serve GPUs
+    triton=lambda kernels, query, key, value, scale, mask: kernels.decode_attention(
+        query, key, value, mask, scale
+    ),
 )
 
 
@@ -75,8 +77,3 @@ _rotary_embedding = Op(
     reference.rotary_embedding,
     triton_if=lambda *_: False,
 )
-
-
-def has_decode_attention(device_type: str) -> bool:
-    """Whether :func:`decode_attention` has a kernel of ours on a type of device."""
-    return device_type == "cpu" and native_serves("cpu")

@@ -24,19 +24,17 @@ GOOD = {path: tuning.candidates(BF16, path)[4] for path in (GEMV, GEMM)}
 
 
 def blocks(config: Config) -> Config:
-    return replace(config, splits=1, pdl=False, fused=32)
+    return replace(config, fused=32)
 
 
 def seconds(weights: tuple[int, int], rows: int, rank: int, config: Config) -> float:
-    """Four splits are the fastest, and an early launch is, and few coefficients at few outputs;
-    the first candidate is fast and wrong.
-    """
+    """Few coefficients are the fastest at few outputs; the first candidate is fast and wrong."""
     for path in (GEMV, GEMM):
         if blocks(config) == tuning.candidates(BF16, path)[0]:
             raise AssertionError("expected the fp64 result")
     good = 1.0 if blocks(config) in GOOD.values() else 2.0
     fused = abs(config.fused - (4 if weights[0] <= 4096 else 16)) / 100
-    return good - 0.2 * (config.splits == 4) - 0.1 * config.pdl + fused
+    return good + fused
 
 
 @pytest.fixture
@@ -65,12 +63,12 @@ def test_the_fastest_that_is_right_is_chosen(quick: bool, tuned: Callable[..., A
     entries, known = tuned(quick), data_files()["untuned"]
     mine = [entry for entry in entries if entry.dtype == "bfloat16"]
     # one entry a class of N and none by rows: one order of summation in each path
-    assert [(e.path, e.max_n, e.config.fused, e.config.splits, e.config.pdl) for e in mine] == [
-        (GEMM, None, 32, 1, False),
-        (GEMV, 1728, 4, 4, True),
-        (GEMV, 4096, 4, 4, True),
-        (GEMV, 16384, 16, 1, True),
-        (GEMV, None, 16, 1, True),
+    assert [(e.path, e.max_n, e.config.fused) for e in mine] == [
+        (GEMM, None, 32),
+        (GEMV, 1728, 4),
+        (GEMV, 4096, 4),
+        (GEMV, 16384, 16),
+        (GEMV, None, 16),
     ]
     assert all(blocks(entry.config) == GOOD[entry.path] for entry in mine)
     others = [[e for e in x if e.dtype != "bfloat16"] for x in (entries, known)]

@@ -17,8 +17,6 @@ from support.numeric import UNIT, normal, on_a_gpu, same_bits, seeded, within_ro
 from torch import Tensor
 
 from icl_patch import kernels
-from icl_patch.kernels.ops.linear import launch_linear
-from icl_patch.kernels.runtime.config import config_for
 from icl_patch.kernels.runtime.launching import INTERPRETED
 
 pytestmark = [*on_a_gpu, pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")]
@@ -101,27 +99,6 @@ def test_a_captured_graph_follows_its_factors(layout: str, rows: int) -> None:
         expected = kernels.patched_linear(**case.arguments)
         assert same_bits(out[-1], expected)
         check_linear(replace(other, weight=case.weight), expected, torch.bfloat16)
-
-
-def test_captured_programs_that_share_outputs() -> None:
-    """Two graphs at a time, and launches beside them."""
-    config = replace(config_for("", torch.bfloat16, 640, "gemv"), splits=4, pdl=True)
-    case = linear_case("row", (2, 640, 5000), 1, torch.bfloat16)
-    expected = launch_linear(**case.arguments, config=config)
-    out: list[Tensor] = []
-    graphs = [
-        captured(lambda: out.append(launch_linear(**case.arguments, config=config)))
-        for _ in range(2)
-    ]
-    streams = [torch.cuda.Stream() for _ in graphs]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        assert same_bits(launch_linear(**case.arguments, config=config), expected)
-    torch.cuda.synchronize()
-    assert all(same_bits(y, expected) for y in out)
 
 
 def test_a_captured_step_records() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.attention import SHAPES, check_attention, problem
 from support.inversion import needs_native
 from support.numeric import (
     UNIT,
@@ -13,41 +14,8 @@ from support.numeric import (
     same_bits,
     seeded,
 )
-from torch import Tensor
 
 from icl_patch import ops
-
-# rows, query heads, key heads, keys, widths of keys and of values
-SHAPES = [(1, 1, 1, 1, 1, 1), (2, 9, 3, 257, 64, 64), (3, 4, 4, 1030, 7, 5)]
-SHAPES += [(1, 6, 1, 33, 80, 129), (2, 8, 2, 512, 128, 17), (2, 3, 3, 0, 8, 8), (0, 4, 2, 5, 8, 8)]
-
-
-def problem(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value, and a mask of which the last row sees nothing if there are several."""
-    rows, heads, groups, keys, d, e = shape
-    rng = seeded(keys + d)
-    mask = torch.rand(rows, keys, generator=rng) < 0.7
-    mask[:, keys // 2 :] |= keys > 1
-    if rows > 1:
-        mask[-1] = False
-    sizes = ((rows, heads, d), (rows, groups, keys, d), (rows, groups, keys, e))
-    return *(normal(rng, *size, dtype=dtype) for size in sizes), mask
-
-
-def by_formula(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The output in fp64, head by head over the keys that are seen, and the size of its terms."""
-    rows, heads, _ = query.shape
-    y = torch.zeros(rows, heads, value.shape[-1], dtype=torch.float64)
-    size = torch.zeros_like(y)
-    for row in range(rows):
-        for head in range(heads if mask[row].any() else 0):
-            group = head // (heads // key.shape[1])
-            seen = [x[row, group][mask[row]].double() for x in (key, value)]
-            weights = torch.softmax(scale * seen[0] @ query[row, head].double(), 0)
-            y[row, head], size[row, head] = weights @ seen[1], weights @ seen[1].abs()
-    return y, size
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -57,12 +25,7 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     for seen in (torch.ones_like(mask), mask):
         with poisoned_memory():
             y = ops.decode_attention(query, key, value, None if seen.all() else seen)
-        expected, size = by_formula(query, key, value, seen, max(shape[4], 1) ** -0.5)
-        # the softmax's argument is a sum of D products, with errors in fp32 or wider
-        wide = UNIT[torch.promote_types(dtype, torch.float32)] * (8 * shape[4] + shape[3] + 40)
-        assert y.shape == expected.shape and y.dtype == dtype
-        limit = (wide + UNIT[dtype]) * size + UNIT[dtype] * expected.abs() + 1e-12
-        assert ((y.double() - expected).abs() <= limit).all()
+        check_attention(y, query, key, value, seen)
 
 
 @needs_native

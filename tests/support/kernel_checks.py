@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from support import expert_products, interpreter, linear_cases, row_ops
+from support import attention, expert_products, interpreter, linear_cases, row_ops
 from support.linear_cases import LAYOUTS, Case, check_linear, check_rows_without_a_patch
 from support.numeric import (
     NARROW,
@@ -250,42 +250,6 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
     assert same_bits(launch_linear(z[1:2], weight, config=config), y_pair[1:2])
 
 
-@every_narrow
-def test_ranges_of_k_are_added_in_their_order(dtype: torch.dtype) -> None:
-    """Whichever program is the last, however many rows there are, recording or not. Early launches
-    change no bit.
-    """
-    dot, rows = (True, 17) if dtype != torch.float32 else (False, 5)
-    config = Config(dot, rows - 1, 16, 64, 2, 3, splits=4, pdl=True)
-    whole = replace(config, splits=1, pdl=False)
-    case = linear_case("row-rank", (rows, 5, 400), 2, dtype)  # the last range is short
-
-    def run(z: Tensor, weight: Tensor, config: Config) -> Tensor:
-        return launch_linear(z, weight, out_dtype=torch.float32, config=config)
-
-    parts = zip(case.z.split(128, 1), case.weight.split(128, 1), strict=True)
-    in_order = torch.zeros((), device=DEVICE)
-    for z, weight in parts:
-        in_order = in_order + run(z, weight, whole)
-    for _ in range(2):
-        assert same_bits(run(case.z, case.weight, config), in_order)
-    assert not same_bits(in_order, run(case.z, case.weight, whole))
-
-    out = launch_linear(**case.arguments, config=config)
-    check_linear(case, out, dtype)
-    row = {name: getattr(case, name)[-1:] for name in ("z", "u", "v")}
-    for fused in (0, 4):  # z·v summed by a launch before, and by the last program
-        alone = launch_linear(**case.arguments | row, config=replace(config, fused=fused))
-        assert same_bits(alone, out[-1:])
-
-    z_ctx, z = case.z[1:].chunk(2)
-    v, _, coeff = kernels.read_direction(z)
-    y_pair, u = launch_record(case.z[1:], [case.weight], [case.bias], coeff, config=config)
-    replayed = launch_linear(z, case.weight, u, v, case.bias, config=config)
-    with_context = launch_linear(z_ctx, case.weight, bias=case.bias, config=config)
-    assert same_bits(torch.cat([with_context, replayed]), y_pair)
-
-
 @pytest.mark.parametrize("layout", ["row", "shared", "pool"])
 @every_float
 def test_the_low_rank_term_alone(dtype: torch.dtype, layout: str) -> None:
@@ -344,8 +308,7 @@ def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
     """And have the bits of their own launches: of other widths, with a bias or without, an odd one
     behind them, or one of another layout.
     """
-    dot = dtype != torch.float32
-    config = Config(dot, 16, 16, 64, 2, 3, splits=1 + dot)
+    config = Config(dtype != torch.float32, 16, 16, 64, 2, 3)
     cases = [linear_case("row", (4, n, 130), 1, dtype, seed=n) for n in (17, 33, 5, 7)]
     z, weights = cases[0].z, [case.weight for case in cases]
     weights[3] = by_columns(weights[3])
@@ -519,3 +482,36 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
         eager = step(*inputs, path="gemv")
         assert are_configured_for(rows) == {rows < 17}
         assert rows > 1 or all(map(same_bits, outputs, eager))
+
+
+# Attention of one token a row
+
+
+@pytest.mark.parametrize("shape", attention.SHAPES, ids=str)
+@every_float
+def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    query, key, value, mask = attention.problem(shape, dtype, DEVICE)
+    for seen in (torch.ones_like(mask), mask):
+        given = None if seen.all() else seen
+        y = kernels.decode_attention(query, key, value, given, max(shape[4], 1) ** -0.5)
+        attention.check_attention(y, query, key, value, seen)
+
+
+@every_float
+def test_attention_does_not_depend_on_padding_or_room(dtype: torch.dtype) -> None:
+    """Nor on other rows, strides, or what is hidden."""
+    query, key, value, _ = attention.problem((3, 6, 2, 1300, 16, 16), dtype, DEVICE)
+    spans = [(0, 300), (1100, 1300), (64, 65)]  # behind the first 1024 of the mask too
+    mask = torch.zeros(3, 1300, dtype=torch.bool, device=DEVICE)
+    for row, (first, stop) in enumerate(spans):
+        mask[row, first:stop] = True
+    y = kernels.decode_attention(query, key, value, mask, 0.3)
+    hidden = ~mask[:, None, :, None]
+    poison = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.inf)
+    assert same_bits(kernels.decode_attention(query, *poison, mask, 0.3), y)
+    for row, (first, stop) in enumerate(spans):
+        some = (x[row : row + 1, :, first:stop] for x in (key, value))
+        alone = kernels.decode_attention(query[row : row + 1], *some, None, 0.3)
+        assert same_bits(alone, y[row : row + 1])
+    lone = kernels.decode_attention(query, key[:, :, :1], value[:, :, :1], None, 0.3)
+    assert same_bits(lone, value[:, :, 0].repeat_interleave(3, 1))  # a softmax of one number is 1

@@ -108,7 +108,9 @@ def row_blocks(k: int) -> tuple[int, int, int, int, int]:
     """
     segments = segments_of(k)
     segment = min(power_of_two(k), LANES.value * CHUNKS.value)
-    width = max(min(segment, 4096 // segments), LANES.value)
+    # In several rounds: the compiler keeps the layout of what a loop adds up. Without a loop each
+    # thread would load and square the whole row.
+    width = max(min(segment // 4, 512, 2048 // segments), LANES.value)
     return *steps_of(k), segments, width, triton.cdiv(segment, width)
 
 

@@ -16,7 +16,6 @@ from icl_patch.kernels.runtime.launching import (
     Launch,
     Memory,
     cached_launch,
-    has_pdl,
     operator,
     power_of_two,
 )
@@ -112,7 +111,6 @@ def plan_linear(
     for width in widths:
         outputs += [((len(z), width), dtype), ((rows, width), torch.float32) if record else None]
     tiles = triton.cdiv(rows, block_m) * sum(triton.cdiv(width, block_n) for width in widths)
-    partial: Memory = ((config.splits * len(z) * sum(widths),), torch.float32)
     rest: tuple = (
         rows,
         n,
@@ -134,22 +132,18 @@ def plan_linear(
         config.block_k,
         *coefficient_block(config, block_m, rows, fused, z.dtype),
         config.sums,
-        config.splits,
         second is not None,
-        pdl := config.pdl and has_pdl(z.device),
         config.num_stages,
         INTERPRETED,
     )
     return Launch(
         _linear_kernel,
-        tiles * config.splits,
+        tiles,
         inputs,
         (*outputs, *[None] * (4 - len(outputs))),
         rest,
         config.num_warps,
         config.num_stages,
-        (partial, ((tiles,), torch.int32)) if config.splits > 1 else (None, None),
-        pdl,
     )
 
 

@@ -12,14 +12,10 @@ among the others:
 
 Both add the same to the sum: ``+ bias``, then ``+ c_r u_r`` rank by rank, each by one fused
 multiply-add; then they round once.
-
-With SPLITS > 1 as many programs share the outputs of a block: each sums one range of K and stores
-its sums, and the last to finish adds them in the order of the ranges.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from icl_patch.kernels.ops.coefficients import LANE_BITS, LANES, coefficient_step, log2, pair_sum
 
@@ -125,7 +121,6 @@ def _load_weight(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SUMS: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """BLOCK_K columns of the weight, from k0 on, (BLOCK_N, BLOCK_K); in SUMS parts (SUMS, BLOCK_N,
     BLOCK_K / SUMS).
@@ -138,7 +133,7 @@ def _load_weight(
         offs_k = tl.arange(0, BLOCK_K)[None, :]
         offs_n, mask = offs_n[:, None], mask_n[:, None]
     offs_k = (k0 + offs_k).to(tl.int64)
-    if K % (SPLITS * BLOCK_K):
+    if K % BLOCK_K:
         mask = mask & (offs_k < K)
     return tl.load(w_ptr + offs_n * stride_wn + offs_k * stride_wk, mask=mask, other=0.0)
 
@@ -185,54 +180,6 @@ def _add_lanes(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.co
 
 
 @triton.jit
-def _prefetch(
-    w_ptr,
-    offs_n,
-    begin,
-    N,
-    stride_wn,
-    stride_wk,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """Bring the weight's first STEPS · BLOCK_K columns from ``begin`` on into L2, a line of 128
-    bytes at a time; meant for contiguous columns.
-    """
-    line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-    rows = tl.minimum(offs_n, N - 1)[:, None]
-    for step in tl.static_range(STEPS):
-        offs_k = begin + step * BLOCK_K + tl.arange(0, BLOCK_K // line) * line
-        offs_k = tl.minimum(offs_k, K - 1).to(tl.int64)[None, :]
-        pointers = w_ptr + rows * stride_wn + offs_k * stride_wk
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def _arrive(counter_ptr, SPLITS: tl.constexpr):
-    """Count a program that has stored its sums; whether it is the last."""
-    tl.debug_barrier()  # the atomic is one thread's: all must have stored before it
-    return tl.atomic_add(counter_ptr, 1) == SPLITS - 1
-
-
-@triton.jit
-def _add_ranges(partial_ptr, offsets, mask, stride, SPLITS: tl.constexpr):
-    """The sum of all ranges' sums, in their order; read past the first-level cache."""
-    acc = tl.load(partial_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        offset = offsets + split * stride
-        acc += tl.load(partial_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
-    return acc
-
-
-@triton.jit
 def _linear_kernel(
     z_ptr,
     w_ptr,
@@ -247,8 +194,6 @@ def _linear_kernel(
     u_out_ptr,
     second_y_ptr,
     second_u_out_ptr,
-    partial_ptr,
-    counter_ptr,
     M,
     N,
     SECOND_N,
@@ -276,23 +221,14 @@ def _linear_kernel(
     ROWS: tl.constexpr,  # rows of a block for which z·v is summed, a power of two ≤ BLOCK_M
     COEFF_BLOCK_K: tl.constexpr,  # elements of z and v that are loaded together for z·v
     SUMS: tl.constexpr,  # running sums of an output on matrix units, a power of two
-    SPLITS: tl.constexpr,  # ranges of K, each of which has programs of its own
     PAIR: tl.constexpr,  # two recorded linear maps of z share this launch
-    PDL: tl.constexpr,  # the launch may begin before the one before it has ended
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,  # bf16 and fp16 to fp32 before tl.dot: Triton's interpreter needs it
 ):
     # Neighbouring programs compute the same outputs of other rows: they find the weight in L2.
     pid = tl.program_id(0).to(tl.int64)
     row_blocks = tl.cdiv(M, BLOCK_M)
-    begin, width = 0, N
-    step: tl.constexpr = SPLITS * BLOCK_K
-    span: tl.constexpr = K if SPLITS == 1 else (K + step - 1) // step * BLOCK_K
-    if SPLITS > 1:
-        counter_ptr += pid // SPLITS
-        split = (pid % SPLITS).to(tl.int32)
-        begin = split * span
-        pid = pid // SPLITS
+    width = N
     if PAIR:
         first = row_blocks * tl.cdiv(N, BLOCK_N)
         if pid >= first:
@@ -301,16 +237,9 @@ def _linear_kernel(
             width = SECOND_N
             if HAS_BIAS:
                 bias_ptr = second_bias_ptr
-            if SPLITS > 1:
-                partial_ptr += SPLITS * M * (1 + RECORD) * tl.cast(N, tl.int64)
     offs_m = (pid % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < width
-    if PDL:  # until here nothing is read that a kernel may have written
-        if K:
-            _prefetch(w_ptr, offs_n, begin, width, stride_wn, stride_wk, K, BLOCK_K, NUM_STAGES)
-        gdc_wait()
-        gdc_launch_dependents()
     offs_c = (pid % row_blocks) * BLOCK_M + tl.arange(0, ROWS)
     row, patched = _factor_rows(index_ptr, offs_c, offs_c < M, HAS_INDEX)
     reduced_m = offs_m
@@ -330,13 +259,12 @@ def _linear_kernel(
     if FUSED:
         partial = tl.zeros((FUSED, ROWS, LANES), tl.float32)
         total = tl.zeros((FUSED, ROWS, LANES), tl.float32)
-    for of_range in tl.range(0, span, BLOCK_K, num_stages=NUM_STAGES):
-        k0 = begin + of_range
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         offs_k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
         mask_z = mask_m[:, None]
-        if K % step:
+        if K % BLOCK_K:
             mask_z = mask_z & (offs_k < K)[None, :]
-        w = _load_weight(w_ptr, offs_n, mask_n, k0, stride_wn, stride_wk, K, BLOCK_K, SUMS, SPLITS)
+        w = _load_weight(w_ptr, offs_n, mask_n, k0, stride_wn, stride_wk, K, BLOCK_K, SUMS)
         z = tl.load(
             z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk,
             mask=mask_z,
@@ -350,7 +278,7 @@ def _linear_kernel(
                 other=0.0,
             )
             acc_ctx = _add_products(acc_ctx, w, z_ctx, DOT, WIDEN)
-        if FUSED and SPLITS == 1:
+        if FUSED:
             partial, total = _coefficient_steps(
                 partial,
                 total,
@@ -378,43 +306,6 @@ def _linear_kernel(
         sums_ctx = sums
         if RECORD:
             sums_ctx = _add_lanes(acc_ctx, BLOCK_M, BLOCK_N, BLOCK_K)
-    if SPLITS > 1:
-        stride = M * (1 + RECORD) * tl.cast(width, tl.int64)
-        mask = mask_n[:, None] & mask_m[None, :]
-        offsets = reduced_m[None, :] * width + offs_n[:, None]
-        offsets_ctx = offs_m[None, :] * width + offs_n[:, None]
-        tl.store(partial_ptr + split * stride + offsets, sums, mask=mask)
-        if RECORD:
-            tl.store(partial_ptr + split * stride + offsets_ctx, sums_ctx, mask=mask)
-        last = _arrive(counter_ptr, SPLITS)
-        mask_n = offs_n < tl.where(last, width, 0)  # the others have nothing left to do
-        mask = mask_n[:, None] & mask_m[None, :]
-        sums = _add_ranges(partial_ptr, offsets, mask, stride, SPLITS)
-        if RECORD:
-            sums_ctx = _add_ranges(partial_ptr, offsets_ctx, mask, stride, SPLITS)
-        if FUSED:  # noqa: SIM102, decided by the compiler
-            if last:
-                for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-                    partial, total = _coefficient_steps(
-                        partial,
-                        total,
-                        z_ptr,
-                        v_ptr,
-                        offs_c,
-                        row,
-                        patched,
-                        k0,
-                        stride_zm,
-                        stride_zk,
-                        stride_vm,
-                        stride_vr,
-                        stride_vk,
-                        K,
-                        R,
-                        FUSED,
-                        BLOCK_K,
-                        COEFF_BLOCK_K,
-                    )
     if FUSED:
         coeff = _sum_lanes(total + partial, FUSED, ROWS, BLOCK_M)
     mask = mask_n[:, None] & mask_m[None, :]

@@ -30,11 +30,7 @@ class Config:
     block_k: elements of K per step, a multiple of 64; num_warps, num_stages: Triton's; fused: a
         program computes up to so many coefficients z·v itself; more are computed by a launch before
         it, with the same bits; sums: running sums of an output on matrix units, each of one part of
-        block_k: as many chains of instructions that do not wait for each other; splits: programs
-        that share an output, each with one range of K: for weights of so few outputs that their
-        programs leave multiprocessors idle; pdl: programmatic dependent launch, from compute
-        capability 9.0 on: the kernel is set up, and its first weights are brought into L2, while
-        the kernel before it ends.
+        block_k: as many chains of instructions that do not wait for each other.
     """
 
     dot: bool
@@ -45,19 +41,13 @@ class Config:
     num_stages: int
     fused: int = 32
     sums: int = 1
-    splits: int = 1
-    pdl: bool = False
 
     @property
     def arithmetic(self) -> "Config":
         """The configuration without the entries that change no bits and that the maps of one launch
         can share.
         """
-        return replace(self, num_stages=1, fused=1, pdl=False)
-
-    def for_capability(self, capability: int) -> "Config":
-        """The configuration without features that a compute capability (80, 90, …) lacks."""
-        return replace(self, pdl=self.pdl and capability >= 90)
+        return replace(self, num_stages=1, fused=1)
 
 
 @dataclass(frozen=True)

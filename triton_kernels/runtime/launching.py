@@ -28,12 +28,10 @@ class Launch:
     """One kernel launch without its tensors, for all tensors of the dtypes, sizes and strides that
     it was planned for.
 
-    kernel: takes the input tensors, the output tensors, the scratch, then ``rest``, constexprs
-        included;
+    kernel: takes the input tensors, the output tensors, then ``rest``, constexprs included;
     programs: the size of the grid; inputs: tensors like those to come, or their dtypes, None for an
         absent tensor; outputs: sizes and dtypes, None for an absent one; num_warps, num_stages:
-        options of the compiler; scratch: the same for memory that only the kernel uses, of int32
-        zeros; pdl: programmatic dependent launch.
+        options of the compiler.
     """
 
     kernel: Any
@@ -43,8 +41,6 @@ class Launch:
     rest: tuple
     num_warps: int
     num_stages: int = 1
-    scratch: tuple[Memory | None, ...] = ()
-    pdl: bool = False
     _dtypes: tuple[torch.dtype | None, ...] = field(init=False)
     _compiled: dict[int, Callable[..., None]] = field(init=False, default_factory=dict)
 
@@ -73,7 +69,6 @@ class Launch:
         """Call the compiled kernel directly from the second time on. The compiler specialises on
         the alignment of addresses; all else it looks at is the same for every call.
         """
-        tensors = (*tensors, *[_allocated(memory, device) for memory in self.scratch])
         aligned = 0
         for tensor in tensors:
             aligned = 2 * aligned + (tensor is not None and not tensor.data_ptr() & 15)
@@ -88,8 +83,7 @@ class Launch:
     @property
     def arguments(self) -> tuple:
         """All arguments of the kernel, with dtypes in place of tensors."""
-        memory = (*self.outputs, *self.scratch)
-        return (*self._dtypes, *(known and known[1] for known in memory), *self.rest)
+        return (*self._dtypes, *(known and known[1] for known in self.outputs), *self.rest)
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -100,25 +94,14 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": False,
-        } | ({"launch_pdl": True} if self.pdl else {})
+        }
 
 
 def _allocated(memory: Memory | None, device: torch.device) -> Tensor | None:
     if memory is None:
         return None
     size, dtype = memory
-    # counters begin at 0, in a captured graph at every replay
-    made = torch.zeros if dtype == torch.int32 else torch.empty
-    return made(size, dtype=dtype, device=device)
-
-
-def has_pdl(device: torch.device) -> bool:
-    """Whether kernels for a device can be launched before the one before them has ended; on the
-    meta device, ahead of time, the caller says.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (9, 0)
-    return device.type == "meta"
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 _launches: dict[tuple, Callable[..., Any]] = {}

@@ -1,0 +1,253 @@
+"""``softmax(scale · q Kᵀ) V`` of one token a row, in two launches: blocks of keys, and their sum.
+
+A block's program serves all heads of queries that share its keys, so each key and value is read
+once. Blocks are counted from the first key that a row sees, and blocks without a key that it sees
+add nothing: padding before and room behind do not change a row's bits.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from icl_patch.checks import check_decode_attention
+from icl_patch.kernels.runtime.launching import INTERPRETED, Launch, operator, power_of_two
+
+_SPAN = tl.constexpr(1024)  # of the mask that is read together
+_CHUNK = tl.constexpr(16)  # blocks that are added together
+
+
+@triton.jit
+def _first_seen(mask_ptr, stride, S):
+    """The first key that a row of the mask (S,) shows; S if it shows none."""
+    first = tl.full((), S, tl.int32)
+    begin = tl.full((), 0, tl.int32)
+    while begin < first:
+        offs = begin + tl.arange(0, _SPAN)
+        seen = tl.load(mask_ptr + offs.to(tl.int64) * stride, mask=offs < S, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(seen, offs, S)))
+        begin += _SPAN
+    return first
+
+
+@triton.jit
+def _weighted_sum(weights, values, WIDEN: tl.constexpr):
+    """``weights @ values`` with fp32 weights on matrix units of the values' dtype: a number in two
+    parts has their precision twice.
+    """
+    if WIDEN or values.dtype == tl.float32:
+        out = tl.dot(weights, values.to(tl.float32), input_precision="ieee")
+    else:
+        high = weights.to(values.dtype)
+        low = (weights - high.to(tl.float32)).to(values.dtype)
+        out = tl.dot(high, values, tl.dot(low, values))
+    return out
+
+
+# not specialised: a row's bits must not depend on the room behind its keys
+@triton.jit(do_not_specialize=["S", "blocks"])
+def _attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    top_ptr,
+    total_ptr,
+    part_ptr,
+    S,
+    blocks,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kg,
+    stride_ks,
+    stride_kd,
+    stride_vb,
+    stride_vg,
+    stride_vs,
+    stride_ve,
+    stride_mb,
+    stride_ms,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,  # heads of queries that share a head of keys
+    D: tl.constexpr,
+    E: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    block, group, b = pid % blocks, pid // blocks % GROUPS, pid // (blocks * GROUPS)
+    first = tl.full((), 0, tl.int32)
+    if HAS_MASK:
+        mask_ptr += b * stride_mb
+        first = _first_seen(mask_ptr, stride_ms, S)
+    offs_s = first + block * KEYS + tl.arange(0, KEYS)
+    offs_h, offs_d, offs_e = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    seen = offs_s < S
+    if HAS_MASK:
+        seen = seen & (tl.load(mask_ptr + offs_s * stride_ms, mask=seen, other=0) != 0)
+    mask_h, mask_d, mask_e = offs_h < SHARED, offs_d < D, offs_e < E
+    heads = group * SHARED + offs_h
+    q = tl.load(
+        q_ptr + b * stride_qb + heads[:, None] * stride_qh + offs_d[None, :] * stride_qd,
+        mask=mask_h[:, None] & mask_d[None, :],
+        other=0.0,
+    )
+    k_ptr += b * stride_kb + group * stride_kg
+    k = tl.load(
+        k_ptr + offs_s[:, None] * stride_ks + offs_d[None, :] * stride_kd,
+        mask=seen[:, None] & mask_d[None, :],
+        other=0.0,
+    )
+    v_ptr += b * stride_vb + group * stride_vg
+    v = tl.load(
+        v_ptr + offs_s[:, None] * stride_vs + offs_e[None, :] * stride_ve,
+        mask=seen[:, None] & mask_e[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        q, k = q.to(tl.float32), k.to(tl.float32)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    top = tl.max(scores, axis=1)
+    weights = tl.exp(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    place = (b * GROUPS * SHARED + heads) * blocks + block
+    tl.store(top_ptr + place, top, mask=mask_h)
+    tl.store(total_ptr + place, tl.sum(weights, axis=1), mask=mask_h)
+    tl.store(
+        part_ptr + place[:, None] * E + offs_e[None, :],
+        _weighted_sum(weights, v, WIDEN),
+        mask=mask_h[:, None] & mask_e[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _add_blocks_kernel(
+    top_ptr, total_ptr, part_ptr, y_ptr, blocks, E: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    pid = tl.program_id(0).to(tl.int64)
+    begin, offs_e = pid * blocks, tl.arange(0, BLOCK_E)
+    top = tl.full((), float("-inf"), tl.float32)
+    for i in tl.range(0, blocks, _SPAN):
+        offs = i + tl.arange(0, _SPAN)
+        tops = tl.load(top_ptr + begin + offs, mask=offs < blocks, other=float("-inf"))
+        top = tl.maximum(top, tl.max(tops))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    y, total = tl.zeros((BLOCK_E,), tl.float32), tl.full((), 0.0, tl.float32)
+    for i in tl.range(0, blocks, _CHUNK):
+        offs = i + tl.arange(0, _CHUNK)
+        inside = offs < blocks
+        totals = tl.load(total_ptr + begin + offs, mask=inside, other=0.0)
+        tops = tl.load(top_ptr + begin + offs, mask=inside, other=0.0)
+        live = totals != 0  # of a block with a key that the row sees
+        share = tl.where(live, tl.exp(tops - base), 0.0)
+        parts = tl.load(
+            part_ptr + (begin + offs)[:, None] * E + offs_e[None, :],
+            mask=live[:, None] & (offs_e < E)[None, :],
+            other=0.0,
+        )
+        total += tl.sum(share * totals)
+        y += tl.sum(share[:, None] * parts, axis=0)
+    y = tl.where(total == 0, 0.0, tl.div_rn(y, tl.broadcast_to(total, y.shape)))
+    tl.store(y_ptr + pid * E + offs_e, y.to(y_ptr.dtype.element_ty), mask=offs_e < E)
+
+
+def plan_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Launch, Launch]:
+    """Plan the blocks' largest scores, sums of weights and weighted values from query, key, value
+    and mask, or None for it; and y (B, H, E) from these three.
+    """
+    (rows, heads, d), (groups, keys), e = query.shape, key.shape[1:3], value.shape[-1]
+    block_d, block_e = (max(power_of_two(width), 16) for width in (d, e))
+    wide = max(block_d, block_e)
+    most = max(min(2**16 // query.itemsize**2 // wide, 64), 16)  # keys of a block: without spills
+    blocks, shared = triton.cdiv(keys, most), heads // max(groups, 1)
+    rest = (
+        keys,
+        blocks,
+        float(scale),
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        *((0, 0) if mask is None else mask.stride()),
+        groups,
+        shared,
+        d,
+        e,
+        mask is not None,
+        most,
+        max(power_of_two(shared), 16),
+        block_d,
+        block_e,
+        INTERPRETED,
+    )
+    wide32, size = torch.float32, (rows, heads, blocks)
+    attend = Launch(
+        _attend_kernel,
+        rows * groups * blocks,
+        (query, key, value, mask),
+        ((size, wide32), (size, wide32), ((*size, e), wide32)),
+        rest,
+        4 if wide * query.itemsize <= 256 else 8,
+    )
+    add = Launch(
+        _add_blocks_kernel,
+        rows * heads,
+        (wide32, wide32, wide32),
+        (((rows, heads, e), query.dtype),),
+        (blocks, e, block_e),
+        4,
+    )
+    return attend, add
+
+
+def plan_decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Callable[..., Tensor]:
+    """Plan y (B, H, E) from query, key, value and mask, or None for it."""
+    attend, add = plan_blocks(query, key, value, mask, scale)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        y: Tensor = add(*attend(query, key, value, mask))
+        return y
+
+    return call
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> None:
+    check_decode_attention(query, key, value, scale, mask)
+
+
+@operator(_check, plan_decode_attention)
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """``y = softmax(scale · q Kᵀ) V`` for one token a row, over the keys that the row sees.
+
+    Args:
+        query: (B, H, D) fp32, bf16 or fp16.
+        key, value: (B, G, S, D) and (B, G, S, E), query's dtype, any strides; G divides H, and
+            heads ``[g H/G, (g + 1) H/G)`` share head g of the keys.
+        mask: (B, S) bool, True for the keys that a row sees.
+        scale: of the scores.
+
+    Returns:
+        (B, H, E) in query's dtype, summed in fp32 and rounded once. A row that sees no key gets 0.
+        A row's bits depend on its query and on the keys and values from the first to the last that
+        it sees. Not differentiable.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+    """
+    # on fake tensors; else the plan launches
+    return query.new_empty((*query.shape[:2], value.shape[-1]))
