@@ -5,8 +5,11 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import files
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -23,6 +26,7 @@ from icl_patch.bench.cases.linear import (
 from icl_patch.bench.harness import reason, relative_error
 from icl_patch.bench.results import environment
 from icl_patch.bench.timing import InTurn, compare
+from icl_patch.kernels.compilation import compile_ahead, linear_launches
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.runtime.config import (
     DTYPES,
@@ -72,9 +76,10 @@ def write(
     target = (folder or Path(str(files("icl_patch.kernels") / "configs"))) / f"{slug(gpu)}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     entries = entries_for(gpu)
-    for dtype, path in itertools.product(dtypes, LIMITS):
-        with torch.cuda.device(device):
-            mine = choose(device, dtype, path, quick, progress)
+    # a process that has used the GPU cannot fork
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool, torch.cuda.device(device):
+        for dtype, path in itertools.product(dtypes, LIMITS):
+            mine = choose(device, dtype, path, quick, progress, pool)
             key = (path, DTYPES[dtype])
             others = [entry for entry in entries if (entry.path, entry.dtype) != key]
             entries = (*mine, *others)
@@ -89,7 +94,12 @@ def capability_of(device: torch.device) -> int:
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, path: str, quick: bool, progress: Progress
+    device: torch.device,
+    dtype: torch.dtype,
+    path: str,
+    quick: bool,
+    progress: Progress,
+    pool: Executor,
 ) -> list[TunedConfig]:
     """The entries of a dtype and path, one for each class of N: first the fastest blocks; then, for
     few rows, how many coefficients a program sums itself.
@@ -100,7 +110,7 @@ def choose(
     for most in LIMITS[path]:
         shapes = [(n, k) for n, k in known if n > least and (most is None or n <= most)]
         some = shapes[: 1 if quick else None]
-        best = functools.partial(fastest, some, device, dtype, progress=progress)
+        best = functools.partial(fastest, some, device, dtype, progress=progress, pool=pool)
         config = best(candidates(dtype, path), cases)
         if path == GEMV:
             fused = [replace(config, fused=n) for n in (1, 4, 8, 16, 32)]
@@ -145,13 +155,18 @@ def fastest(
     configs: Iterable[Config],
     cases: Shapes,
     progress: Progress,
+    pool: Executor,
 ) -> Config:
     """The configuration that is closest to the fastest at each shape (N, K) and case, on average.
+    They are compiled in the processes of ``pool``, and measured one after the other.
 
     Raises:
         ValueError: none runs everywhere.
     """
     times: dict[Config, list[float]] = {config: [] for config in configs}
+    compiled = functools.partial(compile_linear, dtype, capability_of(device))
+    for _ in pool.map(compiled, itertools.product(shapes, cases, times)):
+        pass
     for shape, case in itertools.product(shapes, cases):
         for config in list(times):
             try:
@@ -167,6 +182,19 @@ def fastest(
         return sum(t / best for t, best in zip(times[config], least, strict=True))
 
     return min(times, key=distance)
+
+
+def compile_linear(
+    dtype: torch.dtype, capability: int, job: tuple[tuple[int, int], tuple[int, int], Config]
+) -> None:
+    """Compile what :func:`seconds` launches for a shape (N, K), a case and a configuration, into
+    Triton's cache on disk; what does not compile, it reports.
+    """
+    shape, (rows, rank), config = job
+    with suppress(Exception):
+        for count in dict.fromkeys((rows, 1)):
+            for launch in linear_launches(config, dtype, shape, rank, count):
+                compile_ahead(launch, capability)
 
 
 def seconds(weights: list[Tensor], rows: int, rank: int, config: Config) -> float:

@@ -108,7 +108,8 @@ part_F() {
     step tuned 180 sh "$0" tuned 60
 }
 
-export ICL_RESULTS="$results" TORCHINDUCTOR_COMPILE_THREADS=2 # of each test's process; C sets its own
+# Inductor's own processes can outlive a test's by minutes; C sets how many it has
+export ICL_RESULTS="$results" TORCHINDUCTOR_COMPILE_THREADS=1
 for next in A:590 B:360 C:560 D:420 E:590 F:580; do
     part=${next%:*} limit=${next#*:}
     case " ${PART:-$part} " in *" $part "*) ;; *) continue ;; esac

@@ -16,7 +16,7 @@ from icl_patch import ContextPatcher
 from icl_patch.bench.cases.models import GPU_SHAPES, random_ids, twin
 from icl_patch.bench.results import environment
 
-MODEL = replace(GPU_SHAPES[1], layers=4, vocabulary=1024)  # Gemma-3-1B
+MODEL = replace(GPU_SHAPES[2], layers=4, vocabulary=1024)  # Gemma-3-1B
 STEPS = 8
 # the clocks are left as they are: the machine may be shared
 NCU = "ncu --clock-control none --kernel-name regex:_linear_kernel --launch-count 40 --kill yes"

@@ -47,6 +47,7 @@ STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams
 """The two layouts of a stable step; a case's first is the one that it takes by itself."""
 TIMED_MODEL = "SmolLM2-135M-Instruct"
 EPYC = "amd-epyc-avx512_bf16"
+H100 = "nvidia-h100-80gb-hbm3"
 
 
 def _read(path: str) -> Any:
@@ -121,11 +122,13 @@ def speed() -> str:
     return _table(["a decode step", "batch 1", "batch 4"], rows)
 
 
-def _seconds(benchmark: str, processor: str = EPYC) -> dict[str, dict[str, float]]:
-    """The medians of a pretrained model's cases on a processor, by case and call."""
+def _seconds(
+    benchmark: str, processor: str = EPYC, model: str = TIMED_MODEL
+) -> dict[str, dict[str, float]]:
+    """The medians of a model's cases, or of all, on a processor, by case and call."""
     found: dict[str, dict[str, float]] = {}
     for row in _read(f"bench/results/{benchmark}-{processor}.json")["rows"]:
-        if row["case"].startswith(TIMED_MODEL) and "seconds" in row:
+        if row["case"].startswith(model) and "seconds" in row:
             found.setdefault(row["case"], {})[row["call"]] = row["seconds"]["median"]
     return found
 
@@ -150,6 +153,39 @@ def steps(processor: str) -> str:
         rows[dtype != "float32", *sizes] = shown
     columns = ["dtype", "context", "batch", "the model's own step", *ours]
     return _table(columns, [row for _, row in sorted(rows.items())])
+
+
+def gpu_steps() -> str:
+    """Decode steps on a GPU: compiled ones beside the model's own compiled step, and eager ones
+    beside its eager one.
+    """
+    rows = []
+    for case, seconds in _seconds("generation", H100, "").items():
+        model, _, batch, _ = case.split()
+        rows.append([model, batch[2:]])
+        for end in (", compiled", ""):
+            stable = "recompute and apply, compiled" if end else STABLE[0]
+            own = seconds[PLAIN_STEP + end]
+            ours = (seconds[f"recompute and apply, exact{end}"], seconds[stable])
+            rows[-1] += [f"{1e3 * own:.1f} ms", *(f"{x / own:.2f}×" for x in ours)]
+    names = ["own step", "`exact`", "`stable`"]
+    columns = [f"{name}, {way}" for way in ("compiled", "eager") for name in names]
+    return _table(["model", "batch", *columns], rows)
+
+
+def gpu_products() -> str:
+    """The time of ``F.linear`` for one of ``patched_linear`` on a GPU, by rows, and the share of
+    the copy's bandwidth.
+    """
+    rows: dict[str, list[str]] = {}
+    for row in _read(f"bench/results/linear-{H100}.json")["rows"]:
+        shape = row["case"].split(" bfloat16")[0]
+        if row["call"] == "patched_linear" and "M=1 " in row["case"]:
+            rows[shape] = [f"{row['GB/s'] / 3022:.0%}"]
+        if row["call"] == "F.linear":
+            rows[shape].append(f"{row['ratio']:.2f}×")
+    columns = ["W", "of the copy's bandwidth, M = 1", *(f"M = {m}" for m in (1, 4, 8, 64))]
+    return _table(columns, [[shape, *cells] for shape, cells in rows.items()])
 
 
 def timed(benchmark: str) -> str:
@@ -240,6 +276,8 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
         "steps": lambda: steps(EPYC),
         "steps-avx2": lambda: steps("amd-epyc-avx2"),
         "steps-intel": lambda: steps("intel-xeon-processor-amx"),
+        "steps-gpu": gpu_steps,
+        "products-gpu": gpu_products,
         "answers": lambda: timed("answer"),
         "passes": lambda: timed("passes"),
         "peaks": peaks,

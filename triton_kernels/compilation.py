@@ -23,7 +23,7 @@ from icl_patch.kernels.ops.coefficients import plan_coefficients
 from icl_patch.kernels.ops.direction import plan_direction
 from icl_patch.kernels.ops.experts import plan_experts
 from icl_patch.kernels.ops.gated_product import plan_gated
-from icl_patch.kernels.ops.linear import plan_linear
+from icl_patch.kernels.ops.linear import plan_linear, sums_coefficients
 from icl_patch.kernels.ops.low_rank import plan_low_rank
 from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
 from icl_patch.kernels.runtime.config import GEMV, Config, TunedConfig, data_files
@@ -158,6 +158,16 @@ def linear_launch(
     bias = _empty(n, dtype=dtype) if variant else None
     u, v = _empty(rows, rank, n), _empty(rows, rank, k)
     return plan_linear(z, weight, dtype, config, u, v, bias, index)
+
+
+def linear_launches(
+    config: Config, dtype: torch.dtype, size: tuple[int, int], rank: int, rows: int
+) -> Iterator[Launch]:
+    """What a patched map of a rank launches: the coefficients, unless the map itself sums them."""
+    if not sums_coefficients(config, rows, rank):
+        k = size[1]
+        yield plan_coefficients(_empty(rows, k, dtype=dtype), _empty(rows, rank, k), None)
+    yield linear_launch(config, dtype, size, rank, rows)
 
 
 def _of_entry(entry: TunedConfig, capability: int) -> Iterator[tuple[str, Launch]]:

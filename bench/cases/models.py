@@ -117,6 +117,7 @@ CPU_MIXTURE = RandomModel(
     "0.25B-mixture", Qwen3MoeConfig, 768, 512, 6, 12, 4, 64, 8192, experts=32, chosen=4
 )
 GPU_SHAPES = (
+    RandomModel("SmolLM2-135M", LlamaConfig, 576, 1536, 30, 9, 3, 64, 49152),
     RandomModel("Qwen3-0.6B", Qwen3Config, 1024, 3072, 28, 16, 8, 128, 151936),
     RandomModel("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, 26, 4, 1, 256, 262144, 512),
     RandomModel("Llama-3-8B", LlamaConfig, 4096, 14336, 32, 32, 8, 128, 128256),

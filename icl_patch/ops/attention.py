@@ -18,7 +18,8 @@ def decode_attention(
     """``y = softmax(scale · q Kᵀ) V`` for one token a row, over the keys that the row sees.
 
     Every key and value is read once, for all heads that share it. A row's bits depend on its query
-    and the keys and values that it sees, not on other rows, padding, or the room in a cache.
+    and the keys and values that it sees, not on other rows, padding, or the room in a cache; on
+    CUDA also on the distances between these keys.
 
     Args:
         query: (B, H, D) float.

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,29 @@ def seconds(weights: tuple[int, int], rows: int, rank: int, config: Config) -> f
     return good + fused
 
 
+class Pool:
+    """Runs nothing."""
+
+    def __init__(self, mp_context: Any) -> None:
+        assert mp_context.get_start_method() == "spawn"
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, function: Any, jobs: Any) -> list[Any]:
+        return []
+
+
+class Here(Pool):
+    """Runs the calls in this process."""
+
+    def map(self, function: Any, jobs: Any) -> list[Any]:
+        return [function(job) for job in jobs]
+
+
 @pytest.fixture
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Tunes for an H100 that there is not; what is written must be what is returned."""
@@ -48,10 +72,12 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     monkeypatch.setattr(tuning, "environment", lambda device: versions)
     monkeypatch.setattr(tuning, "cold", lambda device, shape, dtype: shape)
     monkeypatch.setattr(tuning, "seconds", seconds)
+    monkeypatch.setattr(tuning, "ProcessPoolExecutor", Pool)
+    folder = tmp_path / "configs"
 
     def write(quick: bool = False) -> tuple[TunedConfig, ...]:
-        path, entries = tuning.write(torch.device("cuda"), (BF16,), quick, tmp_path, print)
-        assert path == tmp_path / "nvidia-test-9.json"
+        path, entries = tuning.write(torch.device("cuda"), (BF16,), quick, folder, print)
+        assert path == folder / "nvidia-test-9.json"
         assert parse(path.read_text()) == entries
         return entries
 
@@ -80,11 +106,13 @@ def test_the_best_runs_everywhere_and_is_the_fastest_relative_to_the_others(
 ) -> None:
     uneven, even, broken = tuning.candidates(BF16, GEMV)[:3]
     times = {uneven: {1: [1.0], 2: [3000.0]}, even: {1: [2.0], 2: [1000.0]}, broken: {1: [0.1]}}
+    monkeypatch.setattr(tuning, "capability_of", lambda device: 90)
     monkeypatch.setattr(tuning, "cold", lambda device, shape, dtype: shape)
     monkeypatch.setattr(tuning, "seconds", lambda shape, *_: times[_[-1]][shape[0]][0])
 
     def fastest(*shapes: tuple[int, int]) -> Config:
-        return tuning.fastest(shapes, torch.device("cuda"), BF16, times, [(1, 1)], print)
+        cases, pool = [(1, 1)], Pool(get_context("spawn"))
+        return tuning.fastest(shapes, torch.device("cuda"), BF16, times, cases, print, pool)
 
     assert fastest((1, 64), (2, 64)) == even
     assert fastest((1, 64)) == broken
@@ -92,10 +120,38 @@ def test_the_best_runs_everywhere_and_is_the_fastest_relative_to_the_others(
         fastest((3, 64))
 
 
+def test_what_is_measured_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every number of rows that is launched, with the coefficients where they are a launch."""
+    compiled: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(tuning, "capability_of", lambda device: 90)
+    monkeypatch.setattr(tuning, "cold", lambda device, shape, dtype: shape)
+    monkeypatch.setattr(tuning, "seconds", lambda *_: float(len(compiled)))
+
+    def compile_ahead(launch: Any, capability: int) -> None:
+        name = launch.kernel.fn.__name__
+        compiled.append((name, launch.programs, capability))
+        if launch.programs > 20:
+            raise RuntimeError("expected smaller blocks")
+
+    monkeypatch.setattr(tuning, "compile_ahead", compile_ahead)
+    config = tuning.candidates(BF16, GEMV)[0]  # 16 outputs a program
+    few, shapes = replace(config, fused=1), [(64, 512), (512, 64)]
+    pool, device = Here(get_context("spawn")), torch.device("cuda")
+    tuning.fastest(shapes, device, BF16, [config, few], [(16, 1)], print, pool)
+    linear, coefficients = "_linear_kernel", "_coefficient_kernel"
+    assert compiled == [
+        *[(linear, 4, 90)] * 2,
+        *[(coefficients, 16, 90), (linear, 4, 90), (linear, 4, 90)],
+        (linear, 32, 90),  # the next ones are left to the measurement, which says why
+        *[(coefficients, 16, 90), (linear, 32, 90)],
+    ]
+
+
 def test_a_stopped_run_leaves_a_whole_file_that_says_where_it_comes_from(
     tuned: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "nvidia-test-9.json"
+    target = tmp_path / "configs" / "nvidia-test-9.json"
+    target.parent.mkdir()
     target.write_text("of another day")
 
     def stop(weights: Any, rows: int, *more: Any) -> float:
@@ -111,7 +167,7 @@ def test_a_stopped_run_leaves_a_whole_file_that_says_where_it_comes_from(
     assert "icl_patch 1.2, torch 1.2, triton 1.2" in head["note"]
     entries, known = parse(target.read_text()), data_files()["untuned"]
     assert [entry.path for entry in entries if entry not in known] == [GEMV] * 4
-    assert [file.name for file in tmp_path.iterdir()] == [target.name]
+    assert [file.name for file in target.parent.iterdir()] == [target.name]
 
 
 def test_the_time_is_of_a_checked_launch(monkeypatch: pytest.MonkeyPatch) -> None:
