@@ -2,10 +2,14 @@
 
 import copy
 import functools
+import gc
 import os
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,3 +187,17 @@ def test_passes_before_a_step_are_those_of_the_model(
     assert all(first.check(name, call()) == 0 for name, call in first.calls.items())
     with pytest.raises(AssertionError, match="expected the model's own token"):
         first.check("generate, exact", 1 + first.calls[passes.OWN]())
+
+
+def test_a_graph_keeps_the_tensors_that_its_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph holds addresses alone."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+
+    def captured() -> tuple[baselines.Step, weakref.ref]:
+        token = torch.ones(3)
+        return baselines._graph(lambda: token.clone()), weakref.ref(token)
+
+    replay, token = captured()
+    gc.collect()
+    assert token() is not None and replay().tolist() == [1, 1, 1]
