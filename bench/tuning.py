@@ -4,8 +4,10 @@
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import files
@@ -77,7 +79,8 @@ def write(
     target.parent.mkdir(parents=True, exist_ok=True)
     entries = entries_for(gpu)
     # a process that has used the GPU cannot fork
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool, torch.cuda.device(device):
+    spawned, workers = get_context("spawn"), min(len(os.sched_getaffinity(0)), 16)
+    with ProcessPoolExecutor(workers, spawned) as pool, torch.cuda.device(device):
         for dtype, path in itertools.product(dtypes, LIMITS):
             mine = choose(device, dtype, path, quick, progress, pool)
             key = (path, DTYPES[dtype])
@@ -165,8 +168,9 @@ def fastest(
     """
     times: dict[Config, list[float]] = {config: [] for config in configs}
     compiled = functools.partial(compile_linear, dtype, capability_of(device))
-    for _ in pool.map(compiled, itertools.product(shapes, cases, times)):
-        pass
+    with suppress(BrokenProcessPool):  # then the measurement compiles
+        for _ in pool.map(compiled, itertools.product(shapes, cases, times)):
+            pass
     for shape, case in itertools.product(shapes, cases):
         for config in list(times):
             try:

@@ -34,10 +34,11 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
     Args:
         model: a causal language model of transformers in fp32, bf16 or fp16, with attention
             ``"sdpa"``. A patcher may be attached to it.
-        attention: whether attention is replaced too. Without it, only products, activations and
-            norms do not depend on the batch. Exact decode steps run so: if a patch says
-            ``info.arithmetic == "batch_invariant"``, its logits are those of the model's own step
-            within ``batch_invariant(model, attention=False)``, after a prompt outside.
+        attention: whether attention is replaced for several tokens a row too. Without it, only
+            products, activations, norms and attention of one token a row do not depend on the
+            batch. Exact decode steps run so: if a patch says ``info.arithmetic ==
+            "batch_invariant"``, its logits are those of the model's own step within
+            ``batch_invariant(model, attention=False)``, after a prompt outside.
 
     Raises:
         UnsupportedModelError: the model's rows depend on each other beyond the functions that

@@ -41,8 +41,8 @@ def seconds(weights: tuple[int, int], rows: int, rank: int, config: Config) -> f
 class Pool:
     """Runs nothing."""
 
-    def __init__(self, mp_context: Any) -> None:
-        assert mp_context.get_start_method() == "spawn"
+    def __init__(self, workers: int, context: Any) -> None:
+        assert workers >= 1 and context.get_start_method() == "spawn"
 
     def __enter__(self) -> "Pool":
         return self
@@ -111,7 +111,7 @@ def test_the_best_runs_everywhere_and_is_the_fastest_relative_to_the_others(
     monkeypatch.setattr(tuning, "seconds", lambda shape, *_: times[_[-1]][shape[0]][0])
 
     def fastest(*shapes: tuple[int, int]) -> Config:
-        cases, pool = [(1, 1)], Pool(get_context("spawn"))
+        cases, pool = [(1, 1)], Pool(1, get_context("spawn"))
         return tuning.fastest(shapes, torch.device("cuda"), BF16, times, cases, print, pool)
 
     assert fastest((1, 64), (2, 64)) == even
@@ -136,7 +136,7 @@ def test_what_is_measured_is_compiled_before(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tuning, "compile_ahead", compile_ahead)
     config = tuning.candidates(BF16, GEMV)[0]  # 16 outputs a program
     few, shapes = replace(config, fused=1), [(64, 512), (512, 64)]
-    pool, device = Here(get_context("spawn")), torch.device("cuda")
+    pool, device = Here(1, get_context("spawn")), torch.device("cuda")
     tuning.fastest(shapes, device, BF16, [config, few], [(16, 1)], print, pool)
     linear, coefficients = "_linear_kernel", "_coefficient_kernel"
     assert compiled == [

@@ -164,3 +164,24 @@ def test_a_gated_product_of_more_than_two_to_the_31_elements() -> None:
     last, tiny = gate[-1].double(), torch.finfo(torch.bfloat16).tiny
     error = (out[-1] - last.square() * torch.sigmoid(last)).abs()
     assert (error <= 3 * UNIT[torch.bfloat16] * last.square() + tiny).all()
+
+
+def test_attention_over_more_than_two_to_the_31_elements() -> None:
+    needs_memory(10)
+    keys = torch.randn(8, 2**29, dtype=torch.bfloat16, device="cuda")[:, :70].T
+    query = torch.randn(1, 3, 8, dtype=torch.bfloat16, device="cuda")
+    near, far = (x.expand(1, 1, 70, 8) for x in (keys.contiguous(), keys))
+    expected = kernels.decode_attention(query, near, near, None, 0.5)
+    assert same_bits(kernels.decode_attention(query, far, far, None, 0.5), expected)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_mask_changes_no_bits_of_attention(d: int) -> None:
+    """Of many numbers: another order of a sum shows in one of thousands."""
+    sizes = (64, 32, d), (64, 8, 300, d), (64, 8, 300, d)
+    query, key, value = (normal(seeded(i), *x).bfloat16().cuda() for i, x in enumerate(sizes))
+    mask = torch.ones(64, 310, dtype=torch.bool, device="cuda")
+    mask[:, :10] = False
+    expected = kernels.decode_attention(query, key, value, None, 0.1)
+    key, value = (torch.cat([x[:, :, :10], x], 2) for x in (key, value))
+    assert same_bits(kernels.decode_attention(query, key, value, mask, 0.1), expected)

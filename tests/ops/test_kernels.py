@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from icl_patch import kernels
 from icl_patch.kernels import compilation
+from icl_patch.kernels.ops.attention import plan_blocks
 from icl_patch.kernels.ops.linear import plan_linear, product_path
 from icl_patch.kernels.runtime import config, launching
 from icl_patch.kernels.runtime.config import DTYPES, GEMM, GEMV, Config, config_for, data_files
@@ -144,6 +145,32 @@ def test_each_running_sum_is_a_chain_of_its_own(variant: str, capability: int) -
     sums = re.findall(r"mma\.sync\.aligned\.m16n8k16\S+ (\{.*?\}),", ptx)
     streams = 2 if variant == "recording" else 1
     assert (len(sums), len(set(sums))) == (16 * streams, 4 * streams)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("heads", "width"), [(9, 64), (33, 128)])
+def test_a_mask_and_a_caches_room_change_no_order_of_attention(
+    heads: int, width: int, capability: int
+) -> None:
+    """The numbers that a thread of a matrix instruction holds follow the loads before it."""
+
+    def layouts(keys: int, mask: torch.Tensor | None) -> list[str]:
+        query, key = (
+            torch.empty(2, *size, width, dtype=torch.bfloat16, device="meta")
+            for size in ((heads,), (heads // 3, keys))
+        )
+        attend, _ = plan_blocks(query, key, key, mask, 0.1)
+        code = compilation.compile_ahead(attend, capability).asm["ttgir"]
+        named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.M))
+        sums = re.findall(r"(?:tt\.dot .*:|^ *\}\) :) (.*?)(?: loc.*)?$", code, re.M)
+        return [re.sub(r"#\w+", lambda name: named.get(name[0], name[0]), line) for line in sums]
+
+    expected = layouts(1024, None)
+    assert len([line for line in expected if "kWidth" in line]) == 3
+    for keys in (1024, 1030):
+        mask = torch.empty(2, keys, dtype=torch.bool, device="meta")
+        for seen in (None, mask, mask[:1].expand(2, -1)):
+            assert layouts(keys, seen) == expected
 
 
 def test_no_kernel_adds_in_an_order_of_its_own() -> None:

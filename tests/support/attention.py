@@ -7,6 +7,7 @@ from torch import Tensor
 # rows, query heads, key heads, keys, widths of keys and of values
 SHAPES = [(1, 1, 1, 1, 1, 1), (2, 9, 3, 257, 64, 64), (3, 4, 4, 1030, 7, 5)]
 SHAPES += [(1, 6, 1, 33, 80, 129), (2, 8, 2, 512, 128, 17), (2, 3, 3, 0, 8, 8), (0, 4, 2, 5, 8, 8)]
+SHAPES += [(2, 38, 2, 70, 16, 16)]
 
 
 def problem(

@@ -404,6 +404,7 @@ def operator_calls() -> list[tuple[str, tuple]]:
     wide = torch.ones(3, 1, device=DEVICE)
     experts = expert_products.case((3, 2, 4, 5, 7), torch.float32, True, True, DEVICE)[:4]
     factors = (case.z, case.u, case.v, case.index, torch.float16)
+    attended = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
     return [
         ("patched_linear", (*case.arguments.values(), torch.float16, None)),
         ("patched_linear", (case.z, case.weight, None, None, None, None, None, "gemm")),
@@ -414,10 +415,11 @@ def operator_calls() -> list[tuple[str, tuple]]:
         ("rms_norm", (pair, pair, 1e-5, 0.0, True)),
         ("gated_product", (pair, pair, "silu")),
         ("expert_linear", (*experts, torch.float16)),
+        *(("decode_attention", (*attended[:3], mask, 0.5)) for mask in (attended[3], None)),
     ]
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(11))
 def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name, arguments = operator_calls()[number]
@@ -515,3 +517,12 @@ def test_attention_does_not_depend_on_padding_or_room(dtype: torch.dtype) -> Non
         assert same_bits(alone, y[row : row + 1])
     lone = kernels.decode_attention(query, key[:, :, :1], value[:, :, :1], None, 0.3)
     assert same_bits(lone, value[:, :, 0].repeat_interleave(3, 1))  # a softmax of one number is 1
+
+
+@every_float
+def test_attention_to_an_infinite_value(dtype: torch.dtype) -> None:
+    query, key, value, _ = attention.problem((1, 2, 1, 9, 16, 16), dtype, DEVICE)
+    value[0, 0, 3, 2], value[0, 0, 4, 5] = torch.inf, -torch.inf
+    y = kernels.decode_attention(query, key, value, None, 0.3)
+    assert (y[..., 2] == torch.inf).all() and (y[..., 5] == -torch.inf).all()
+    assert y.isfinite().sum() == 2 * 14

@@ -1,8 +1,8 @@
 """``softmax(scale · q Kᵀ) V`` of one token a row, in two launches: blocks of keys, and their sum.
 
-A block's program serves all heads of queries that share its keys, so each key and value is read
-once. Blocks are counted from the first key that a row sees, and blocks without a key that it sees
-add nothing: padding before and room behind do not change a row's bits.
+A block's program serves up to 16 heads of queries that share its keys: each key and value is read
+once for them. Blocks are counted from the first key that a row sees, and blocks without a key that
+it sees add nothing: padding before and room behind do not change a row's bits.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor
 from icl_patch.checks import check_decode_attention
 from icl_patch.kernels.runtime.launching import INTERPRETED, Launch, operator, power_of_two
 
+_HEADS = 16  # of a program, the rows of the smallest matrix instruction
 _SPAN = tl.constexpr(1024)  # of the mask that is read together
 _CHUNK = tl.constexpr(16)  # blocks that are added together
 
@@ -34,15 +35,21 @@ def _first_seen(mask_ptr, stride, S):
 
 @triton.jit
 def _weighted_sum(weights, values, WIDEN: tl.constexpr):
-    """``weights @ values`` with fp32 weights on matrix units of the values' dtype: a number in two
-    parts has their precision twice.
+    """``weights @ values`` with fp32 weights. On matrix units of a narrow dtype a weight is the sum
+    of two numbers of that dtype, which hold 16 of its bits or more.
     """
-    if WIDEN or values.dtype == tl.float32:
-        out = tl.dot(weights, values.to(tl.float32), input_precision="ieee")
+    if values.dtype == tl.float32:
+        out = tl.dot(weights, values, input_precision="ieee")
     else:
         high = weights.to(values.dtype)
         low = (weights - high.to(tl.float32)).to(values.dtype)
-        out = tl.dot(high, values, tl.dot(low, values))
+        # the rest of a weight may be 0, and 0 times an infinite value is no number
+        finite = tl.where(tl.abs(values.to(tl.float32)) == float("inf"), 0.0, values)
+        finite = finite.to(values.dtype)
+        if WIDEN:
+            high, low = high.to(tl.float32), low.to(tl.float32)
+            values, finite = values.to(tl.float32), finite.to(tl.float32)
+        out = tl.dot(high, values, tl.dot(low, finite))
     return out
 
 
@@ -76,7 +83,6 @@ def _attend_kernel(
     SHARED: tl.constexpr,  # heads of queries that share a head of keys
     D: tl.constexpr,
     E: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -84,16 +90,15 @@ def _attend_kernel(
     WIDEN: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
-    block, group, b = pid % blocks, pid // blocks % GROUPS, pid // (blocks * GROUPS)
-    first = tl.full((), 0, tl.int32)
-    if HAS_MASK:
-        mask_ptr += b * stride_mb
-        first = _first_seen(mask_ptr, stride_ms, S)
-    offs_s = first + block * KEYS + tl.arange(0, KEYS)
-    offs_h, offs_d, offs_e = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    parts: tl.constexpr = (SHARED + BLOCK_H - 1) // BLOCK_H
+    block, part = pid % blocks, pid // blocks % parts
+    group, b = pid // (blocks * parts) % GROUPS, pid // (blocks * parts * GROUPS)
+    mask_ptr += b * stride_mb
+    offs_s = _first_seen(mask_ptr, stride_ms, S) + block * KEYS + tl.arange(0, KEYS)
+    offs_h = part * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d, offs_e = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_E).to(tl.int64)
     seen = offs_s < S
-    if HAS_MASK:
-        seen = seen & (tl.load(mask_ptr + offs_s * stride_ms, mask=seen, other=0) != 0)
+    seen = seen & (tl.load(mask_ptr + offs_s * stride_ms, mask=seen, other=0) != 0)
     mask_h, mask_d, mask_e = offs_h < SHARED, offs_d < D, offs_e < E
     heads = group * SHARED + offs_h
     q = tl.load(
@@ -164,12 +169,13 @@ def plan_blocks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Launch, Launch]:
     """Plan the blocks' largest scores, sums of weights and weighted values from query, key, value
-    and mask, or None for it; and y (B, H, E) from these three.
+    and mask, or True for all rows and keys; and y (B, H, E) from these three.
     """
     (rows, heads, d), (groups, keys), e = query.shape, key.shape[1:3], value.shape[-1]
     block_d, block_e = (max(power_of_two(width), 16) for width in (d, e))
     wide = max(block_d, block_e)
-    most = max(min(2**16 // query.itemsize**2 // wide, 64), 16)  # keys of a block: without spills
+    # keys of a block, whose registers spill neither on sm_80 nor on sm_90
+    most = max(min((2**11 if query.itemsize > 2 else 2**14) // wide, 64), 16)
     blocks, shared = triton.cdiv(keys, most), heads // max(groups, 1)
     rest = (
         keys,
@@ -183,9 +189,8 @@ def plan_blocks(
         shared,
         d,
         e,
-        mask is not None,
         most,
-        max(power_of_two(shared), 16),
+        _HEADS,
         block_d,
         block_e,
         INTERPRETED,
@@ -193,8 +198,8 @@ def plan_blocks(
     wide32, size = torch.float32, (rows, heads, blocks)
     attend = Launch(
         _attend_kernel,
-        rows * groups * blocks,
-        (query, key, value, mask),
+        rows * groups * triton.cdiv(shared, _HEADS) * blocks,
+        (query, key, value, torch.bool if mask is None else mask),
         ((size, wide32), (size, wide32), ((*size, e), wide32)),
         rest,
         4 if wide * query.itemsize <= 256 else 8,
@@ -217,6 +222,8 @@ def plan_decode_attention(
     attend, add = plan_blocks(query, key, value, mask, scale)
 
     def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:  # not a kernel without it: its matrix instructions add in another order
+            mask = torch.ones(1, dtype=torch.bool, device=query.device)
         y: Tensor = add(*attend(query, key, value, mask))
         return y
 
@@ -242,8 +249,8 @@ def decode_attention(
 
     Returns:
         (B, H, E) in query's dtype, summed in fp32 and rounded once. A row that sees no key gets 0.
-        A row's bits depend on its query and on the keys and values from the first to the last that
-        it sees. Not differentiable.
+        A row's bits depend on its query, on the keys and values that it sees, and on how far these
+        keys are apart. Not differentiable.
 
     Raises:
         TypeError: a dtype does not fit.

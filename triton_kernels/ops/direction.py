@@ -108,14 +108,14 @@ def row_blocks(k: int) -> tuple[int, int, int, int, int]:
     """
     segments = segments_of(k)
     segment = min(power_of_two(k), LANES.value * CHUNKS.value)
-    # In several rounds: the compiler keeps the layout of what a loop adds up. Without a loop each
-    # thread would load and square the whole row.
+    # In several rounds, but for a short row: the compiler keeps the layout of what a loop adds up.
+    # Without a loop each thread would load and square the whole row.
     width = max(min(segment // 4, 512, 2048 // segments), LANES.value)
     return *steps_of(k), segments, width, triton.cdiv(segment, width)
 
 
 def row_warps(k: int) -> int:
-    """Eight warps for a long row, so that a thread holds 16 elements at a time."""
+    """Eight warps for a long row, so that a thread holds 8 elements at a time or fewer."""
     return 8 if k > 2048 else 4
 
 
