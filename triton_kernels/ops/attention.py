@@ -174,9 +174,9 @@ def plan_blocks(
     (rows, heads, d), (groups, keys), e = query.shape, key.shape[1:3], value.shape[-1]
     block_d, block_e = (max(power_of_two(width), 16) for width in (d, e))
     wide = max(block_d, block_e)
-    # keys of a block, whose registers spill neither on sm_80 nor on sm_90
-    most = max(min((2**11 if query.itemsize > 2 else 2**14) // wide, 64), 16)
-    blocks, shared = triton.cdiv(keys, most), heads // max(groups, 1)
+    # so many that no register spills on sm_80 and sm_90
+    block_keys = max(min((2**11 if query.itemsize > 2 else 2**14) // wide, 64), 16)
+    blocks, shared = triton.cdiv(keys, block_keys), heads // max(groups, 1)
     rest = (
         keys,
         blocks,
@@ -189,25 +189,25 @@ def plan_blocks(
         shared,
         d,
         e,
-        most,
+        block_keys,
         _HEADS,
         block_d,
         block_e,
         INTERPRETED,
     )
-    wide32, size = torch.float32, (rows, heads, blocks)
+    fp32, size = torch.float32, (rows, heads, blocks)
     attend = Launch(
         _attend_kernel,
         rows * groups * triton.cdiv(shared, _HEADS) * blocks,
         (query, key, value, torch.bool if mask is None else mask),
-        ((size, wide32), (size, wide32), ((*size, e), wide32)),
+        ((size, fp32), (size, fp32), ((*size, e), fp32)),
         rest,
         4 if wide * query.itemsize <= 256 else 8,
     )
     add = Launch(
         _add_blocks_kernel,
         rows * heads,
-        (wide32, wide32, wide32),
+        (fp32, fp32, fp32),
         (((rows, heads, e), query.dtype),),
         (blocks, e, block_e),
         4,
