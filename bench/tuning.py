@@ -32,8 +32,6 @@ from icl_patch.kernels.compilation import compile_ahead, linear_launches
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.runtime.config import (
     DTYPES,
-    GEMM,
-    GEMV,
     Config,
     TunedConfig,
     dump,
@@ -43,12 +41,12 @@ from icl_patch.kernels.runtime.config import (
 )
 from icl_patch.patch.atomic_file import write_atomically
 
-LIMITS = {GEMV: (1728, 4096, 16384, None), GEMM: (None,)}
+LIMITS = (1728, 4096, 16384, None)
 """The largest N of the classes that have a configuration of their own."""
 
-CASES = {GEMV: ((1, 1), (4, 1), (16, 1)), GEMM: ((32, 1), (512, 1))}
-"""Rows and rank at which a path is measured, every second in short: one configuration serves them
-all, as it fixes the order of summation.
+CASES = ((1, 1), (4, 1), (16, 1))
+"""Rows and rank at which candidates are measured, every second in short: one configuration serves
+them all, as it fixes the order of summation.
 """
 
 Progress = Callable[[str], None]
@@ -62,8 +60,7 @@ def write(
     folder: Path | None,
     progress: Progress,
 ) -> tuple[Path, tuple[TunedConfig, ...]]:
-    """Tune and write ``<gpu>.json``, whole, after every path of a dtype. The entries of others stay
-    as they are.
+    """Tune and write ``<gpu>.json``, whole, after every dtype. Entries of others stay as they are.
 
     Returns:
         The file and its entries.
@@ -81,10 +78,9 @@ def write(
     # a process that has used the GPU cannot fork
     spawned, workers = get_context("spawn"), min(len(os.sched_getaffinity(0)), 16)
     with ProcessPoolExecutor(workers, spawned) as pool, torch.cuda.device(device):
-        for dtype, path in itertools.product(dtypes, LIMITS):
-            mine = choose(device, dtype, path, quick, progress, pool)
-            key = (path, DTYPES[dtype])
-            others = [entry for entry in entries if (entry.path, entry.dtype) != key]
+        for dtype in dtypes:
+            mine = choose(device, dtype, quick, progress, pool)
+            others = [entry for entry in entries if entry.dtype != DTYPES[dtype]]
             entries = (*mine, *others)
             write_atomically(target, [dump(head, entries).encode()])
     return target, entries
@@ -99,34 +95,32 @@ def capability_of(device: torch.device) -> int:
 def choose(
     device: torch.device,
     dtype: torch.dtype,
-    path: str,
     quick: bool,
     progress: Progress,
     pool: Executor,
 ) -> list[TunedConfig]:
-    """The entries of a dtype and path, one for each class of N: first the fastest blocks; then, for
-    few rows, how many coefficients a program sums itself.
+    """The entries of a dtype, one for each class of N: first the fastest blocks, then how many
+    coefficients a program sums itself.
     """
     chosen, least = [], 0
-    cases = CASES[path][:: 2 if quick else 1]
+    cases = CASES[:: 2 if quick else 1]
     known = [size for name, size in SHAPES.items() if CONV1D not in name]
-    for most in LIMITS[path]:
+    for most in LIMITS:
         shapes = [(n, k) for n, k in known if n > least and (most is None or n <= most)]
         some = shapes[: 1 if quick else None]
         best = functools.partial(fastest, some, device, dtype, progress=progress, pool=pool)
-        config = best(candidates(dtype, path), cases)
-        if path == GEMV:
-            fused = [replace(config, fused=n) for n in (1, 4, 8, 16, 32)]
-            config = best(fused, ((1, 1), (8, 1), (4, 4)))
-        progress(f"{path} {DTYPES[dtype]} N ≤ {most}: {config}")
-        chosen.append(TunedConfig(path, DTYPES[dtype], most, config))
+        config = best(candidates(dtype), cases)
+        fused = [replace(config, fused=n) for n in (1, 4, 8, 16, 32)]
+        config = best(fused, ((1, 1), (8, 1), (4, 4)))
+        progress(f"{DTYPES[dtype]} N ≤ {most}: {config}")
+        chosen.append(TunedConfig(DTYPES[dtype], most, config))
         least = most or 0
     return chosen
 
 
-def candidates(dtype: torch.dtype, path: str) -> list[Config]:
-    """The configurations to try for one path."""
-    if path == GEMV and dtype == torch.float32:
+def candidates(dtype: torch.dtype) -> list[Config]:
+    """The configurations to try for a dtype."""
+    if dtype == torch.float32:
         return [
             Config(False, 16, block_n, 64, warps, stages)
             for block_n in (4, 8, 16, 32)
@@ -134,20 +128,12 @@ def candidates(dtype: torch.dtype, path: str) -> list[Config]:
             for stages in (4, 8)
             if 4 <= 32 * warps // block_n <= 32  # lanes of 64 that share the sums of an output
         ]
-    if path == GEMV:
-        return [
-            Config(True, 16, block_n, block_k, warps, stages, sums=sums)
-            for block_n in (16, 32, 64)
-            for block_k in (128, 256)
-            for warps, sums in ((2, 4), (4, 4), (4, 1))
-            for stages in (3, 5)
-        ]
     return [
-        Config(True, block_m, block_n, 64, warps, stages)
-        for block_m in (32, 64, 128)
-        for block_n in (64, 128)
-        for warps in (4, 8)
-        for stages in (2, 3)
+        Config(True, 16, block_n, block_k, warps, stages, sums=sums)
+        for block_n in (16, 32, 64)
+        for block_k in (128, 256)
+        for warps, sums in ((2, 4), (4, 4), (4, 1))
+        for stages in (3, 5)
     ]
 
 

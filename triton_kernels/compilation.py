@@ -26,7 +26,7 @@ from icl_patch.kernels.ops.gated_product import plan_gated
 from icl_patch.kernels.ops.linear import plan_linear, sums_coefficients
 from icl_patch.kernels.ops.low_rank import plan_low_rank
 from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
-from icl_patch.kernels.runtime.config import GEMV, Config, TunedConfig, data_files
+from icl_patch.kernels.runtime.config import Config, TunedConfig, data_files
 from icl_patch.kernels.runtime.launching import Launch
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024}
@@ -118,16 +118,18 @@ def resources(launch: Launch, capability: int) -> Resources:
     return Resources(registers, stores, loads, stack, compiled.metadata.shared)
 
 
-# By name: rank, rows for the paths "gemv" and "gemm"; where a rank is not given there is no patch.
+# By name: rank and rows; where a rank is not given there is no patch.
 VARIANTS = {
-    "plain": (0, 1, 64),
-    "rank 1": (1, 1, 64),
-    "rank 1, 16 rows": (1, 16, None),
-    "rank 4, 4 rows": (4, 4, None),
-    "rank 16, pool": (16, 4, 64),
-    "recording": (None, 16, 64),
-    "recording a pair": (None, 16, 64),
-    "Conv1D": (1, 4, 64),
+    "plain": (0, 1),
+    "rank 1": (1, 1),
+    "rank 1, 16 rows": (1, 16),
+    "rank 1, 32 rows": (1, 32),
+    "rank 4, 4 rows": (4, 4),
+    "rank 16, pool": (16, 4),
+    "recording": (None, 16),
+    "recording, 32 rows": (None, 32),
+    "recording a pair": (None, 16),
+    "Conv1D": (1, 4),
 }
 
 
@@ -174,15 +176,12 @@ def _of_entry(entry: TunedConfig, capability: int) -> Iterator[tuple[str, Launch
     """The launches of an entry of a data file for a GPU of the compute capability, by variant."""
     dtype, size = getattr(torch, entry.dtype), (min(entry.max_n or 21504, 21504), 5376)
     config = entry.config
-    for variant, (rank, *rows) in VARIANTS.items():
-        count = rows[entry.path != GEMV]
-        if count is not None:
-            yield variant, linear_launch(config, dtype, size, rank, count, variant)
-    if entry.path == GEMV:
-        x, weight = _empty(3, size[1], dtype=dtype), _empty(128, *size, dtype=dtype)
-        # few rows, as in a decode step: 8 of 128 experts each
-        expert, bias = _empty(3, 8, dtype=torch.int64), _empty(128, size[0], dtype=dtype)
-        yield "experts", plan_experts(x, weight, expert, bias, torch.float32, config)
+    for variant, (rank, rows) in VARIANTS.items():
+        yield variant, linear_launch(config, dtype, size, rank, rows, variant)
+    x, weight = _empty(3, size[1], dtype=dtype), _empty(128, *size, dtype=dtype)
+    # few rows, as in a decode step: 8 of 128 experts each
+    expert, bias = _empty(3, 8, dtype=torch.int64), _empty(128, size[0], dtype=dtype)
+    yield "experts", plan_experts(x, weight, expert, bias, torch.float32, config)
 
 
 def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
@@ -193,13 +192,13 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
     for file, entries in data_files(capability).items():
         for entry in entries:
             # fp16 compiles as bf16 does
-            key = entry.path, entry.dtype.replace("bfloat", "float"), entry.max_n, entry.config
+            key = entry.dtype.replace("bfloat", "float"), entry.max_n, entry.config
             if key in seen:
                 continue
             seen.add(key)
             size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
             for variant, launch in _of_entry(entry, capability):
-                yield f"{file}: {entry.path} {entry.dtype}{size}, {variant}", launch
+                yield f"{file}: linear {entry.dtype}{size}, {variant}", launch
     dtype, d = torch.bfloat16, 5376
     for width in (d, 21504):
         z, wide = _empty(4, width, dtype=dtype), _empty(4, width)

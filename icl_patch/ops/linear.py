@@ -12,10 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from icl_patch.checks import check_add_low_rank, check_patched_linear, check_record_linear
+from icl_patch.checks import (
+    check_add_low_rank,
+    check_patched_linear,
+    check_record_linear,
+    is_transformed,
+)
 from icl_patch.ops import native, reference
 from icl_patch.ops.direction import Direction, read_direction
-from icl_patch.ops.dispatch import Op, backend, triton_for
+from icl_patch.ops.dispatch import Op, backend, triton_for, wants_gradients
 
 GEMV, GEMM = "gemv", "gemm"
 _GEMV_ROWS = 16
@@ -69,10 +74,10 @@ def product_path(z: Tensor, rows: int) -> str:
     """The path by which ``rows`` rows of z's dtype are multiplied on z's device: ``"gemv"`` for few
     rows, ``"gemm"`` for many.
 
-    Within a path a row's bits do not depend on the number of rows. On the CPU the path ``"gemm"``
-    is torch's own product, from 17 rows on; from 5 rows on where torch has matrix units for a dtype
-    and our kernel does not use them (fp16), and never where torch has no fast product of a dtype
-    (fp16 without AVX512-FP16).
+    The path ``"gemm"`` is torch's own product, from 17 rows on; on the CPU from 5 rows on where
+    torch has matrix units for a dtype and our kernel does not use them (fp16), and never where
+    torch has no fast product of a dtype (fp16 without AVX512-FP16). In the path ``"gemv"`` a row's
+    bits do not depend on the number of rows.
     """
     if _takes_gemv_only():
         return GEMV
@@ -105,8 +110,8 @@ def patched_linear(
             tensors are not checked on the host.
         out_dtype: of the result; z's dtype by default.
         path: ``"gemv"`` or ``"gemm"`` for any number of rows; by default :func:`product_path` of
-            M rows. Within a path of our kernels a row's bits depend only on the row, its factors,
-            the weight and the bias.
+            M rows. In ``"gemv"`` a row's bits depend only on the row, its factors, the weight and
+            the bias.
 
     Returns:
         (M, N), accumulated in fp32 and rounded once; in fp64 where z, u, v or ``out_dtype`` is. On
@@ -119,7 +124,7 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
-    if path is None and (not z.is_cuda or _takes_gemv_only()) and z.dim() == 2:
+    if path is None and z.dim() == 2:
         path = product_path(z, z.shape[0])
     out: Tensor = _patched_linear(z, weight, u, v, bias, index, out_dtype, path=path)
     return out
@@ -173,10 +178,10 @@ def record_linears(
     """
     weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
     kernels = triton_for((z_pair, *weights, *biases))
-    if kernels is None or direction.coeff is None:
+    many = product_path(z_pair, z_pair.shape[0] // 2) == GEMM
+    if kernels is None or many or direction.coeff is None:
         return [record_linear(z_pair, *of, direction=direction)[:2] for of in maps]
-    path = product_path(z_pair, z_pair.shape[0] // 2)
-    flat = kernels.record_linears(z_pair, weights, biases, direction.coeff, path)
+    flat = kernels.record_linears(z_pair, weights, biases, direction.coeff)
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
@@ -221,13 +226,23 @@ def _reference_patched_linear(
 ) -> Tensor:
     out_dtype = out_dtype or z.dtype
     dtypes = (out_dtype, *(x.dtype for x in (u, v) if x is not None))
-    if torch.float64 in dtypes and z.dtype != torch.float64:
+    if torch.float64 in dtypes and z.dtype != torch.float64 and path == GEMV:
         plain = patched_linear(z, weight, bias=bias, out_dtype=torch.float32, path=path)
-    else:
+    elif u is None and out_dtype == z.dtype:
         plain = F.linear(z, weight, bias)
+    else:
+        plain = _wide_product(z, weight, bias)
     if u is None or v is None:
         return plain.to(out_dtype)
     return add_low_rank(plain, z, u, v, index=index, out_dtype=out_dtype)
+
+
+def _wide_product(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``z Wᵀ + bias`` by torch, if it can in fp32 before its rounding to 16 bits."""
+    if not z.is_cuda or z.itemsize > 2 or wants_gradients((z, weight, bias)) or is_transformed():
+        return F.linear(z, weight, bias)
+    plain = torch.mm(z, weight.T, out_dtype=torch.float32)
+    return plain if bias is None else plain + bias
 
 
 def _reference_record_linear(
@@ -255,17 +270,18 @@ _patched_linear = Op(
     _reference_patched_linear,
     native_if=_is_native_gemv,
     triton_if=lambda z, weight, u, *_, path: (
-        u is None or u.dim() < 3 or u.shape[1] <= _TRITON_RANKS
+        path == GEMV and (u is None or u.dim() < 3 or u.shape[1] <= _TRITON_RANKS)
     ),
+    triton=lambda kernels, *args, path: kernels.patched_linear(*args),
 )
 _record_linear = Op(
     "record_linear",
     check_record_linear,
     _reference_record_linear,
     native_if=_is_native_gemv,
-    triton_if=lambda *_, direction, path: direction.coeff is not None,
+    triton_if=lambda *_, direction, path: path == GEMV and direction.coeff is not None,
     triton=lambda kernels, z_pair, weight, v, bias, direction, path: kernels.record_linears(
-        z_pair, [weight], [bias], direction.coeff, path
+        z_pair, [weight], [bias], direction.coeff
     ),
 )
 _add_low_rank = Op(

@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 
 from icl_patch.bench import tuning
 from icl_patch.cli import main as cli
-from icl_patch.kernels.runtime.config import GEMM, GEMV, Config, TunedConfig, data_files, parse
+from icl_patch.kernels.runtime.config import Config, TunedConfig, data_files, parse
 
 BF16 = torch.bfloat16
-GOOD = {path: tuning.candidates(BF16, path)[4] for path in (GEMV, GEMM)}
+GOOD = tuning.candidates(BF16)[4]
 
 
 def blocks(config: Config) -> Config:
@@ -30,10 +30,9 @@ def blocks(config: Config) -> Config:
 
 def seconds(weights: tuple[int, int], rows: int, rank: int, config: Config) -> float:
     """Few coefficients are the fastest at few outputs; the first candidate is fast and wrong."""
-    for path in (GEMV, GEMM):
-        if blocks(config) == tuning.candidates(BF16, path)[0]:
-            raise AssertionError("expected the fp64 result")
-    good = 1.0 if blocks(config) in GOOD.values() else 2.0
+    if blocks(config) == tuning.candidates(BF16)[0]:
+        raise AssertionError("expected the fp64 result")
+    good = 1.0 if blocks(config) == GOOD else 2.0
     fused = abs(config.fused - (4 if weights[0] <= 4096 else 16)) / 100
     return good + fused
 
@@ -75,8 +74,10 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     monkeypatch.setattr(tuning, "ProcessPoolExecutor", Pool)
     folder = tmp_path / "configs"
 
-    def write(quick: bool = False) -> tuple[TunedConfig, ...]:
-        path, entries = tuning.write(torch.device("cuda"), (BF16,), quick, folder, print)
+    def write(
+        quick: bool = False, dtypes: tuple[torch.dtype, ...] = (BF16,)
+    ) -> tuple[TunedConfig, ...]:
+        path, entries = tuning.write(torch.device("cuda"), dtypes, quick, folder, print)
         assert path == folder / "nvidia-test-9.json"
         assert parse(path.read_text()) == entries
         return entries
@@ -88,15 +89,10 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 def test_the_fastest_that_is_right_is_chosen(quick: bool, tuned: Callable[..., Any]) -> None:
     entries, known = tuned(quick), data_files()["untuned"]
     mine = [entry for entry in entries if entry.dtype == "bfloat16"]
-    # one entry a class of N and none by rows: one order of summation in each path
-    assert [(e.path, e.max_n, e.config.fused) for e in mine] == [
-        (GEMM, None, 32),
-        (GEMV, 1728, 4),
-        (GEMV, 4096, 4),
-        (GEMV, 16384, 16),
-        (GEMV, None, 16),
-    ]
-    assert all(blocks(entry.config) == GOOD[entry.path] for entry in mine)
+    # one entry a class of N and none by rows: one order of summation
+    expected = [(1728, 4), (4096, 4), (16384, 16), (None, 16)]
+    assert [(entry.max_n, entry.config.fused) for entry in mine] == expected
+    assert all(blocks(entry.config) == GOOD for entry in mine)
     others = [[e for e in x if e.dtype != "bfloat16"] for x in (entries, known)]
     assert others[0] == others[1]
 
@@ -104,7 +100,7 @@ def test_the_fastest_that_is_right_is_chosen(quick: bool, tuned: Callable[..., A
 def test_the_best_runs_everywhere_and_is_the_fastest_relative_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    uneven, even, broken = tuning.candidates(BF16, GEMV)[:3]
+    uneven, even, broken = tuning.candidates(BF16)[:3]
     times = {uneven: {1: [1.0], 2: [3000.0]}, even: {1: [2.0], 2: [1000.0]}, broken: {1: [0.1]}}
     monkeypatch.setattr(tuning, "capability_of", lambda device: 90)
     monkeypatch.setattr(tuning, "cold", lambda device, shape, dtype: shape)
@@ -134,7 +130,7 @@ def test_what_is_measured_is_compiled_before(monkeypatch: pytest.MonkeyPatch) ->
             raise RuntimeError("expected smaller blocks")
 
     monkeypatch.setattr(tuning, "compile_ahead", compile_ahead)
-    config = tuning.candidates(BF16, GEMV)[0]  # 16 outputs a program
+    config = tuning.candidates(BF16)[0]  # 16 outputs a program
     few, shapes = replace(config, fused=1), [(64, 512), (512, 64)]
     pool, device = Here(1, get_context("spawn")), torch.device("cuda")
     tuning.fastest(shapes, device, BF16, [config, few], [(16, 1)], print, pool)
@@ -154,19 +150,21 @@ def test_a_stopped_run_leaves_a_whole_file_that_says_where_it_comes_from(
     target.parent.mkdir()
     target.write_text("of another day")
 
-    def stop(weights: Any, rows: int, *more: Any) -> float:
-        if rows > 16:
-            raise KeyboardInterrupt
-        return seconds(weights, rows, *more)
+    choose = tuning.choose
 
-    monkeypatch.setattr(tuning, "seconds", stop)
+    def stop(device: torch.device, dtype: torch.dtype, *more: Any) -> list[TunedConfig]:
+        if dtype == torch.float16:
+            raise KeyboardInterrupt
+        return choose(device, dtype, *more)
+
+    monkeypatch.setattr(tuning, "choose", stop)
     with pytest.raises(KeyboardInterrupt):
-        tuned()
+        tuned(dtypes=(BF16, torch.float16))
     head = json.loads(target.read_text())
     assert (head["gpu"], head["capabilities"]) == ("NVIDIA Test 9", [90])
     assert "icl_patch 1.2, torch 1.2, triton 1.2" in head["note"]
     entries, known = parse(target.read_text()), data_files()["untuned"]
-    assert [entry.path for entry in entries if entry not in known] == [GEMV] * 4
+    assert [entry.dtype for entry in entries if entry not in known] == ["bfloat16"] * 4
     assert [file.name for file in target.parent.iterdir()] == [target.name]
 
 

@@ -20,9 +20,9 @@ pytest.importorskip("triton")
 from icl_patch import kernels
 from icl_patch.kernels import compilation
 from icl_patch.kernels.ops.attention import plan_blocks
-from icl_patch.kernels.ops.linear import plan_linear, product_path
+from icl_patch.kernels.ops.linear import plan_linear
 from icl_patch.kernels.runtime import config, launching
-from icl_patch.kernels.runtime.config import DTYPES, GEMM, GEMV, Config, config_for, data_files
+from icl_patch.kernels.runtime.config import DTYPES, Config, config_for, data_files
 
 CHECKS = [TESTS / "support" / name for name in ("kernel_checks.py", "interpreter_checks.py")]
 EVERYTHING = dict(compilation.launches())
@@ -31,12 +31,12 @@ EVERYTHING = dict(compilation.launches())
 # Compiled ahead of time; tools/kernel_resources.py compiles every configuration
 
 COMPILED = [
-    "untuned: gemv bfloat16 N ≤ 16384, rank 1",
-    "untuned: gemv bfloat16 N ≤ 4096, Conv1D",
-    "untuned: gemv bfloat16 N ≤ 1728, recording",
-    "untuned: gemv bfloat16 N ≤ 16384, recording a pair",
-    "untuned: gemm bfloat16, recording",
-    "untuned: gemv float32, rank 4, 4 rows",
+    "untuned: linear bfloat16 N ≤ 16384, rank 1",
+    "untuned: linear bfloat16 N ≤ 4096, Conv1D",
+    "untuned: linear bfloat16 N ≤ 1728, recording",
+    "untuned: linear bfloat16 N ≤ 16384, recording a pair",
+    "untuned: linear bfloat16, recording",
+    "untuned: linear float32, rank 4, 4 rows",
     "coefficients K = 5376",
     "direction K = 5376",
     "add_low_rank N = 5376",
@@ -49,8 +49,8 @@ COMPILED = [
     "decode_attention D = 128, float32",
     "decode_attention, sum of blocks",
     "gated_product gelu_tanh",
-    "untuned: gemv bfloat16 N ≤ 4096, experts",
-    "untuned: gemv float32, experts",
+    "untuned: linear bfloat16 N ≤ 4096, experts",
+    "untuned: linear float32, experts",
 ]
 
 
@@ -72,7 +72,7 @@ def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> N
     type; the interpreter knows neither.
     """
     rows, n, k = sizes
-    chosen = config_for("", dtype, 8, product_path(rows))
+    chosen = config_for("", dtype, 8)
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -103,11 +103,13 @@ def test_too_much_shared_memory_would_be_seen() -> None:
     assert found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {most}"
 
 
-@pytest.mark.parametrize("name", ["gemv bfloat16 N ≤ 16384", "gemm bfloat16", "gemv float32"])
+@pytest.mark.parametrize("name", ["bfloat16 N ≤ 16384", "bfloat16", "float32"])
 def test_the_weight_is_read_in_large_pieces(name: str) -> None:
     """16 bytes at a time, past the registers, in either layout."""
     for variant in ("rank 1", "Conv1D"):
-        ptx = compilation.compile_ahead(EVERYTHING[f"untuned: {name}, {variant}"], 90).asm["ptx"]
+        ptx = compilation.compile_ahead(EVERYTHING[f"untuned: linear {name}, {variant}"], 90).asm[
+            "ptx"
+        ]
         assert "cp.async.cg.shared.global" in ptx
 
 
@@ -117,7 +119,7 @@ def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> 
     """A step that waited for z or v would hold up the next copy of the weight, and with few
     programs the memory.
     """
-    launch = EVERYTHING[f"untuned: gemv bfloat16{shape}, rank 1"]
+    launch = EVERYTHING[f"untuned: linear bfloat16{shape}, rank 1"]
     text = compilation.compile_ahead(launch, capability).asm["ttgir"]
     loop = re.search(r"scf\.for .*?scf\.yield", text, re.S)
     assert loop is not None
@@ -128,9 +130,9 @@ def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> 
 
 
 def test_matrix_units_are_used() -> None:
-    ptx = compilation.compile_ahead(EVERYTHING["untuned: gemv bfloat16, rank 1"], 90).asm["ptx"]
+    ptx = compilation.compile_ahead(EVERYTHING["untuned: linear bfloat16, rank 1"], 90).asm["ptx"]
     assert "wgmma.mma_async.sync.aligned" in ptx
-    ptx = compilation.compile_ahead(EVERYTHING["untuned: gemv bfloat16, rank 1"], 80).asm["ptx"]
+    ptx = compilation.compile_ahead(EVERYTHING["untuned: linear bfloat16, rank 1"], 80).asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in ptx
 
 
@@ -140,7 +142,7 @@ def test_each_running_sum_is_a_chain_of_its_own(variant: str, capability: int) -
     """16 × 16 outputs and 256 of K are 32 matrix instructions: none is done by both warps, and a
     warp's 16 go to four sums, two of K by two of rows.
     """
-    launch = EVERYTHING[f"untuned: gemv bfloat16 N ≤ 1728, {variant}"]
+    launch = EVERYTHING[f"untuned: linear bfloat16 N ≤ 1728, {variant}"]
     ptx = compilation.compile_ahead(launch, capability).asm["ptx"]
     sums = re.findall(r"mma\.sync\.aligned\.m16n8k16\S+ (\{.*?\}),", ptx)
     streams = 2 if variant == "recording" else 1
@@ -185,10 +187,8 @@ def test_no_kernel_adds_in_an_order_of_its_own() -> None:
 def test_every_shape_has_a_configuration() -> None:
     for file in data_files():
         for dtype in DTYPES:
-            for path in (GEMV, GEMM):
-                for n in (1, 640, 5376, 262144, 10**7):
-                    found = config_for(file, dtype, n, path)
-                    assert found.block_m >= (1 if path == "gemv" else 16)
+            for n in (1, 640, 5376, 262144, 10**7):
+                assert config_for(file, dtype, n).block_m == 16
 
 
 def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None:
@@ -203,7 +203,7 @@ def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None
 
 def test_a_gpu_never_seen_gets_the_default() -> None:
     names = ("NVIDIA Nothing 9000", "")
-    unknown, default = (config_for(name, torch.bfloat16, 100, "gemv") for name in names)
+    unknown, default = (config_for(name, torch.bfloat16, 100) for name in names)
     assert unknown == default
     assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
 
@@ -211,9 +211,8 @@ def test_a_gpu_never_seen_gets_the_default() -> None:
 def test_an_entry_serves_up_to_its_number_of_outputs() -> None:
     first, second, *_ = data_files()["untuned"]
     assert (first.max_n, first.dtype, second.dtype) == (1728, "bfloat16", "bfloat16")
-    found = [config_for("", torch.bfloat16, n, "gemv") for n in (1, 1728, 1729)]
+    found = [config_for("", torch.bfloat16, n) for n in (1, 1728, 1729)]
     assert found == [first.config, first.config, second.config]
-    assert config_for("", torch.bfloat16, 1, "gemm").block_m == 64
 
 
 # The second call of an op goes to its compiled kernel
@@ -280,16 +279,16 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         kernels.patched_linear,
         {"z": (M, K), "weight": (N, K), "u": (M, 32, N), "v": (M, 32, K), "bias": (N,)},
         {},
-        [{"out_dtype": torch.float32}, {"path": "gemm"}],
+        [{"out_dtype": torch.float32}],
         2,  # the coefficients before
     ),
     "record_linears": (
-        lambda z_pair, weight, bias, coeff, **options: kernels.record_linears(
-            z_pair, [weight] * 2, [bias] * 2, coeff, **options
+        lambda z_pair, weight, bias, coeff: kernels.record_linears(
+            z_pair, [weight] * 2, [bias] * 2, coeff
         ),
         {"z_pair": (2 * M, K), "weight": (N, K), "bias": (N,), "coeff": (M, 1)},
         {},
-        [{"path": "gemm"}],
+        [],
         1,
     ),
     "norm_pair": (

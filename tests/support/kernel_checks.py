@@ -142,13 +142,13 @@ def test_index_minus_one_gives_the_bits_of_the_plain_map(
 # One order of summation
 
 
-def rows_keep_their_bits(case: Case, path: str | None, counts: list[int]) -> bool:
+def rows_keep_their_bits(case: Case, counts: list[int]) -> bool:
     """Whether the rows of the whole batch come out the same again, alone, in smaller batches and in
     other places.
     """
 
     def run(of: Case) -> Tensor:
-        return kernels.patched_linear(**of.arguments, path=path, out_dtype=torch.float32)
+        return kernels.patched_linear(**of.arguments, out_dtype=torch.float32)
 
     whole = run(case)
     return all(
@@ -162,14 +162,13 @@ def rows_keep_their_bits(case: Case, path: str | None, counts: list[int]) -> boo
 @every_float
 def test_a_row_does_not_see_its_batch(dtype: torch.dtype) -> None:
     case = linear_case("row", (16, 9, 130), 1, dtype)
-    assert rows_keep_their_bits(case, None, list(range(1, 16)) if not INTERPRETED else [1, 11])
+    assert rows_keep_their_bits(case, list(range(1, 16)) if not INTERPRETED else [1, 11])
     # so that the coefficients are summed here in one launch, there in two
     ranked = linear_case("row-rank", (16, 9, 130), 4, dtype)
-    assert rows_keep_their_bits(ranked, None, [1])
+    assert rows_keep_their_bits(ranked, [1])
     many = linear_case("row", (40, 9, 100), 1, dtype)
-    for path in ("gemv", "gemm"):  # each serves any number of rows
-        assert rows_keep_their_bits(many, path, [17])
-        check_linear(many, kernels.patched_linear(**many.arguments, path=path), dtype)
+    assert rows_keep_their_bits(many, [1, 17])
+    check_linear(many, kernels.patched_linear(**many.arguments), dtype)
 
 
 @pytest.mark.parametrize(("rows", "rank"), [(1, 1), (3, 1), (3, 2)])
@@ -183,7 +182,7 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
     exact = torch.einsum("mk,mrk->mr", case.z.double(), case.row_v)
     assert (coeff - exact).abs().max() <= 64 * UNIT[torch.float32] * k
     for n in (20, 5000):  # steps of 256 and of 128 elements
-        config = config_for("", dtype, n, "gemv")
+        config = config_for("", dtype, n)
         configs = (replace(config, fused=limit) for limit in (4096, 0))
         inside, before = (
             launch_linear(**case.arguments, out_dtype=torch.float32, config=each)
@@ -406,9 +405,9 @@ def operator_calls() -> list[tuple[str, tuple]]:
     factors = (case.z, case.u, case.v, case.index, torch.float16)
     attended = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
     return [
-        ("patched_linear", (*case.arguments.values(), torch.float16, None)),
-        ("patched_linear", (case.z, case.weight, None, None, None, None, None, "gemm")),
-        ("record_linears", (pair, [case.weight] * 3, [case.bias] * 3, wide, None)),
+        ("patched_linear", (*case.arguments.values(), torch.float16)),
+        ("patched_linear", (case.z, case.weight, None, None, None, None, None)),
+        ("record_linears", (pair, [case.weight] * 3, [case.bias] * 3, wide)),
         ("add_low_rank", (torch.ones(3, 5, device=DEVICE), *factors)),
         ("read_direction", (pair,)),
         ("norm_pair", (pair, pair[0], 1e-5, 1.0, False)),
@@ -427,9 +426,7 @@ def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for those that it was traced with: 1 row, then 8 for all others. The check fails if
-    the path is theirs.
-    """
+    """And not for those that it was traced with: 1 row, then 8 for all others."""
     monkeypatch.undo()
     monkeypatch.setattr(launching, "_launches", {})
     run, launched = launching.Launch._run, list[dict]()
@@ -443,13 +440,11 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
     monkeypatch.setattr(launching.Launch, "_run", noting)
     weight = normal(seeded(0), 20, 70, dtype=torch.float32).to(DEVICE)
 
-    def step(
-        z: Tensor, pair: Tensor, u: Tensor, index: Tensor, path: str | None = None
-    ) -> tuple[Tensor, ...]:
+    def step(z: Tensor, pair: Tensor, u: Tensor, index: Tensor) -> tuple[Tensor, ...]:
         z_pair, _, _, _, coeff = kernels.norm_pair(pair, pair[0], 1e-5)
-        y_pair, recorded = kernels.record_linears(z_pair, [weight], [None], coeff, path)
-        one = kernels.patched_linear(z, weight, u, z, path=path)
-        pool = kernels.patched_linear(z, weight, u[:, None], z[:, None], index=index, path=path)
+        y_pair, recorded = kernels.record_linears(z_pair, [weight], [None], coeff)
+        one = kernels.patched_linear(z, weight, u, z)
+        pool = kernels.patched_linear(z, weight, u[:, None], z[:, None], index=index)
         added = kernels.add_low_rank(one, z, u, z)
         gated = kernels.gated_product(y_pair.chunk(2)[1], added, "gelu_tanh")
         experts = kernels.expert_linear(z, weight[None], index[:, None])
@@ -457,8 +452,7 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
 
     def are_configured_for(rows: int) -> set[bool]:
         """Whether the linear maps were launched as the table says for so many rows."""
-        path = "gemv" if rows <= 16 else "gemm"
-        config = config_for(gpu_name(torch.device(DEVICE)), torch.float32, 20, path)
+        config = config_for(gpu_name(torch.device(DEVICE)), torch.float32, 20)
         expected = {
             "M": rows,
             "DOT": config.dot,
@@ -481,9 +475,8 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
         with torch.compiler.set_stance("default" if rows < 17 else "fail_on_recompile"):
             outputs = compiled(*inputs)
         assert are_configured_for(rows) == {True}
-        eager = step(*inputs, path="gemv")
-        assert are_configured_for(rows) == {rows < 17}
-        assert rows > 1 or all(map(same_bits, outputs, eager))
+        assert rows > 1 or all(map(same_bits, outputs, step(*inputs)))
+        launched.clear()
 
 
 # Attention of one token a row

@@ -58,7 +58,7 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "patched_linear, a pool": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
         z, w, pool_u, pool_v, b, index=index
     ),
-    "add_low_rank, tiles": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
+    "add_low_rank, apart": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
         z, w, pool_u, pool_v, b, index=index, path="gemm"
     ),
     "record_linear": lambda z, w, b, **_: ops.record_linear(z, w, b)[:2],
@@ -92,8 +92,6 @@ def check_traced(name: str) -> None:
     op = name.partition(",")[0]
     graph = make_fx(lambda *given: call(name, given))(*arguments(0))
     triton = dispatch.backend == "triton" and op not in NATIVE
-    if triton and "tiles" in name:
-        op = "patched_linear"  # Triton's own tiles
     if op.startswith("record_linear"):
         op = "record_linears" if triton else "record_linear"
     expected = f"icl_patch.{'triton_' if triton else ''}{op}.default"

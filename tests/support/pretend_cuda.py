@@ -30,6 +30,8 @@ LOOKS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero
 LOOKS |= {"_unique2", "unique_dim", "bincount"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 COPIES = {"copy_", "_to_copy", "_copy_from", "set_"}
+# What only CUDA computes.
+COMPUTED = {torch.ops.aten.mm.dtype: lambda x, y, dtype: x.to(dtype) @ y.to(dtype)}
 
 real_device = torch._C.TensorBase.device.__get__
 real_to, real_numpy = Tensor.to, Tensor.numpy
@@ -85,6 +87,7 @@ class PretendCuda(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), func._schema.name.partition("::")[2]
+        call = COMPUTED.get(func, func)
         tensors = tensors_of((args, kwargs))
         asked = None if kwargs.get("device") is None else name_of(kwargs["device"])
         if asked == "meta" or not all(map(is_real, tensors)):
@@ -98,7 +101,7 @@ class PretendCuda(TorchDispatchMode):
         try:
             if capture is not None:
                 capture.overwritten += [(x, x.clone()) for x in written(func, args, kwargs)]
-            out = func(*args, **kwargs)
+            out = call(*args, **kwargs)
         finally:
             self.capture = capture
         made = [x for x in tensors_of(out) if not any(x is y for y in tensors)]
@@ -109,7 +112,7 @@ class PretendCuda(TorchDispatchMode):
             if device is not None and claim_of(x) is None:
                 claim(x, device)
         if capture is not None:
-            capture.append(lambda: again(func, args, kwargs, made))
+            capture.append(lambda: again(call, args, kwargs, made))
         return out
 
     def check(self, name: str, tensors: list[Tensor], claims: list[str | None]) -> None:
@@ -147,8 +150,8 @@ def written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     return tensors_of([value for value, argument in pairs if argument.is_write])
 
 
-def again(func: Any, args: tuple, kwargs: dict, made: list[Tensor]) -> None:
-    new = tensors_of(func(*args, **kwargs))
+def again(call: Any, args: tuple, kwargs: dict, made: list[Tensor]) -> None:
+    new = tensors_of(call(*args, **kwargs))
     for x, y in zip(made, new[len(new) - len(made) :], strict=True):
         if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
             x.copy_(y)

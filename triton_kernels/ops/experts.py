@@ -9,7 +9,7 @@ from torch import Tensor
 
 from icl_patch.checks import check_expert_linear
 from icl_patch.kernels.ops.linear_kernels import _add_lanes, _add_products
-from icl_patch.kernels.runtime.config import GEMV, Config, config_for, gpu_name
+from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import Launch, operator
 
 
@@ -88,7 +88,7 @@ def plan_experts(
     config: Config | None = None,
 ) -> Launch:
     """Plan y (M, k, N) from x, weight, expert and bias; config: that of few rows by default."""
-    config = config or config_for(gpu_name(x.device), weight.dtype, weight.shape[1], GEMV)
+    config = config or config_for(gpu_name(x.device), weight.dtype, weight.shape[1])
     (rows, chosen), (experts, n, k) = expert.shape, weight.shape
     x_strides = (x.stride(0), 0, x.stride(1)) if x.dim() == 2 else x.stride()
     b_strides = (0, 0) if bias is None else bias.stride()

@@ -10,7 +10,7 @@ from torch import Tensor
 from icl_patch.checks import check_patched_linear
 from icl_patch.kernels.ops.coefficients import LANES, plan_coefficients
 from icl_patch.kernels.ops.linear_kernels import _linear_kernel
-from icl_patch.kernels.runtime.config import GEMM, GEMV, GEMV_ROWS, Config, config_for, gpu_name
+from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import (
     INTERPRETED,
     Launch,
@@ -21,17 +21,13 @@ from icl_patch.kernels.runtime.launching import (
 )
 
 
-def product_path(rows: int) -> str:
-    """``"gemv"`` up to 16 rows, else ``"gemm"``."""
-    return GEMV if rows <= GEMV_ROWS else GEMM
-
-
 def blocks(config: Config, rows: int, record: bool) -> tuple[int, int]:
-    """Rows and outputs per program. With multiply-adds they depend on the number of rows, which
-    does not change a row's bits.
+    """Rows and outputs per program. They depend on the number of rows, which does not change a
+    row's bits: on matrix units a row is a column of the output, and more rows share what a program
+    reads of the weight.
     """
     if config.dot:
-        return config.block_m, config.block_n
+        return config.block_m * (1 + (rows > config.block_m)), config.block_n
     block_m = min(config.block_m, power_of_two(rows))
     return block_m, max(config.block_n * 4 // max(4, block_m * (1 + record)), 1)
 
@@ -58,8 +54,11 @@ def coefficient_block(
 
 
 def sums_coefficients(config: Config, rows: int, rank: int) -> bool:
-    """Whether the linear kernel computes the coefficients z·v itself."""
-    return power_of_two(rank) * coefficient_rows(config.block_m, rows) <= config.fused
+    """Whether the linear kernel computes the coefficients z·v itself: for few, and for no more rows
+    than a configuration's, beyond which they would take its room for the weight.
+    """
+    few = power_of_two(rank) * coefficient_rows(config.block_m, rows) <= config.fused
+    return few and rows <= config.block_m
 
 
 def plan_linear(
@@ -155,11 +154,10 @@ def launch_linear(
     bias: Tensor | None = None,
     index: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    path: str | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """:func:`patched_linear` with a configuration, straight to the kernel and without checks."""
-    return cached_launch(_plan, (z, weight, u, v, bias, index), out_dtype, path, config)
+    return cached_launch(_plan, (z, weight, u, v, bias, index), out_dtype, config)
 
 
 def _plan(
@@ -170,14 +168,11 @@ def _plan(
     bias: Tensor | None,
     index: Tensor | None,
     out_dtype: torch.dtype | None,
-    path: str | None,
     config: Config | None = None,
 ) -> Callable[..., Tensor]:
     if u is not None and v is not None and u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
-    config = config or config_for(
-        gpu_name(z.device), weight.dtype, len(weight), path or product_path(len(z))
-    )
+    config = config or config_for(gpu_name(z.device), weight.dtype, len(weight))
     before = None
     if v is not None and not sums_coefficients(config, len(z), v.shape[1]):
         before = plan_coefficients(z, v, index)
@@ -200,7 +195,6 @@ def patched_linear(
     bias: Tensor | None = None,
     index: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    path: str | None = None,
 ) -> Tensor:
     """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r``, accumulated in fp32 and rounded once.
 
@@ -215,12 +209,10 @@ def patched_linear(
         index: (M,) integer rows of the pool, which the host does not read; a row with a negative
             index has the bits of the plain map.
         out_dtype: of the result; z's dtype by default.
-        path: ``"gemv"`` or ``"gemm"`` for any number of rows; by default ``"gemv"`` up to 16
-            rows. Within a path a row's bits depend on nothing but the row, its factors, the
-            weight, the bias and the GPU.
 
     Returns:
-        (M, N). Not differentiable.
+        (M, N). A row's bits depend on nothing but the row, its factors, the weight, the bias and
+        the GPU. Not differentiable.
 
     Raises:
         TypeError: a dtype does not fit.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from icl_patch.checks import check_record_linear
-from icl_patch.kernels.ops.linear import plan_linear, product_path
+from icl_patch.kernels.ops.linear import plan_linear
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import cached_launch, define, needs_op
 
@@ -17,25 +17,23 @@ def launch_record(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     coeff: Tensor,
-    path: str | None = None,
     config: Config | None = None,
 ) -> list[Tensor]:
     """:func:`record_linears` with a configuration, straight to the kernel."""
     maps = (x for of in zip(weights, biases, strict=True) for x in of)
-    return cached_launch(_plan, (z_pair, coeff, *maps), path, config)
+    return cached_launch(_plan, (z_pair, coeff, *maps), config)
 
 
 def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tensor]]:
     """The launches of maps, each with its weight and bias; two neighbours that are alike share
     one.
     """
-    *flat, path, config = rest
-    path = path or product_path(len(z_pair) // 2)
+    *flat, config = rest
     maps, runs = list(zip(flat[::2], flat[1::2], strict=True)), []
     for weight, bias in maps:
         _check(z_pair, weight, bias, coeff)
     configs = [
-        config or config_for(gpu_name(z_pair.device), weight.dtype, len(weight), path)
+        config or config_for(gpu_name(z_pair.device), weight.dtype, len(weight))
         for weight, _ in maps
     ]
     alike = [
@@ -74,7 +72,7 @@ def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor) -
 
 _record_linears = define(
     "record_linears",
-    "(Tensor z_pair, Tensor[] weights, Tensor?[] biases, Tensor coeff, str? path) -> Tensor[]",
+    "(Tensor z_pair, Tensor[] weights, Tensor?[] biases, Tensor coeff) -> Tensor[]",
     lambda z_pair, weights, *_: [
         z_pair.new_empty((z_pair.shape[0] // parts, weight.shape[0]), dtype=dtype)
         for weight in weights
@@ -89,7 +87,6 @@ def record_linears(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     coeff: Tensor,
-    path: str | None = None,
 ) -> list[Tensor]:
     """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``
     of each weight, reading it once; two neighbours share a launch if they have the same arithmetic
@@ -97,7 +94,7 @@ def record_linears(
 
     u is the difference of the two fp32 sums, before the bias. ``patched_linear(z, weight, u, v,
     bias)`` gives y again bit for bit, and ``patched_linear(z_ctx, weight, None, None, bias)``
-    y_ctx, in the path of M rows.
+    y_ctx.
 
     Args:
         z_pair: (2M, K) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced
@@ -105,7 +102,6 @@ def record_linears(
         weights, biases: each as for :func:`icl_patch.kernels.patched_linear`.
         coeff: (M, 1) fp32, ``z·v`` of the reduced rows, from
             :func:`icl_patch.kernels.read_direction` or :func:`icl_patch.kernels.norm_pair`.
-        path: ``"gemv"`` or ``"gemm"``; by default as ``patched_linear`` chooses for M rows.
 
     Returns:
         Of each weight in turn y_pair (2M, N), the context rows' output and the reduced rows'
@@ -117,7 +113,7 @@ def record_linears(
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    arguments = (z_pair, weights, biases, coeff, path)
+    arguments = (z_pair, weights, biases, coeff)
     if not needs_op(z_pair, *weights, *biases):
         return launch_record(*arguments)
     for of in zip(weights, biases, strict=True):

@@ -1,7 +1,7 @@
 """The kernels' block sizes, from data files by GPU, dtype and shape class in ``configs/``.
 
-A configuration fixes the order in which K is summed. It is chosen from (N, dtype, GPU) and the
-path, never from M within a path, so a row has the same bits however many rows there are.
+A configuration fixes the order in which K is summed. It is chosen from (N, dtype, GPU), never from
+M, so a row has the same bits however many rows there are.
 """
 
 import json
@@ -12,20 +12,15 @@ from importlib.resources import files
 
 import torch
 
-GEMV, GEMM = "gemv", "gemm"
-GEMV_ROWS = 16
-"""The path ``gemv`` serves up to so many rows, and reads the weight once for all of them;
-``gemm`` serves more.
-"""
-
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one path of the linear kernels is compiled.
+    """How the linear kernels are compiled.
 
-    dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows per program;
+    dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows per program, on matrix
+        units twice as many if there are more;
     block_n: outputs per program (for multiply-adds: with up to 4 rows, fewer with more);
     block_k: elements of K per step, a multiple of 64; num_warps, num_stages: Triton's; fused: a
         program computes up to so many coefficients z·v itself; more are computed by a launch before
@@ -54,7 +49,6 @@ class Config:
 class TunedConfig:
     """A configuration and the N it serves: up to max_n; None is any."""
 
-    path: str
     dtype: str
     max_n: int | None
     config: Config
@@ -100,23 +94,21 @@ def entries_for(gpu: str) -> tuple[TunedConfig, ...]:
 
 
 @cache
-def config_for(gpu: str, dtype: torch.dtype, n: int, path: str) -> Config:
+def config_for(gpu: str, dtype: torch.dtype, n: int) -> Config:
     """The configuration for a weight (N, ·): the first entry that serves it.
 
     Args:
         gpu: the device's name as CUDA tells it; a name without a data file gets the default.
         dtype: the weight's.
         n: its number of outputs.
-        path: ``"gemv"`` or ``"gemm"``.
 
     Raises:
         LookupError: no entry serves the shape.
     """
     for entry in entries_for(gpu):
-        serves = entry.max_n is None or n <= entry.max_n
-        if serves and (entry.path, entry.dtype) == (path, DTYPES[dtype]):
+        if entry.dtype == DTYPES[dtype] and (entry.max_n is None or n <= entry.max_n):
             return entry.config
-    raise LookupError(f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, {path}")
+    raise LookupError(f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}")
 
 
 @cache
