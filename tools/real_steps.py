@@ -4,6 +4,7 @@ dtype, and 0 bits that differ.
     make real                                 # on SmolLM2-135M-Instruct
     make real MODEL=FOLDER                    # on another model
     make real REAL=--short                    # few tokens, into build/real
+    make real REAL="--short --device cuda"    # on a GPU
 
 The tokens come in 1, 3 and 8 rows, padded and not, after contexts of 20 to 4,000 tokens of the
 repository's pages and sources. Each token is patched in three ways and replayed without its
@@ -218,10 +219,12 @@ def replayed_from_file(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
         return patcher.forward(loaded.kept_ids, loaded)
 
 
-def measure(folder: Path, dtype: str, cases: list[Case], done: set[Any]) -> Iterator[Any]:
+def measure(
+    folder: Path, dtype: str, device: torch.device, cases: list[Case], done: set[Any]
+) -> Iterator[Any]:
     """The counts of every case and way that is not done."""
     (plain, tokenizer), (attached, _) = (
-        load_model(folder, dtype=getattr(torch, dtype)) for _ in range(2)
+        load_model(folder, dtype=getattr(torch, dtype), device=device) for _ in range(2)
     )
     attached.generation_config.eos_token_id = None  # every row takes all steps
     with ContextPatcher(attached, tokenizer=tokenizer) as patcher:
@@ -229,7 +232,7 @@ def measure(folder: Path, dtype: str, cases: list[Case], done: set[Any]) -> Iter
             if case.context + case.steps > position_limit(plain):
                 print(f"left out, beyond the model's positions: {case}", file=sys.stderr)
             elif missing := [way for way in WAYS if (dtype, way, *case) not in done]:
-                batch = batch_of(case, number, tokenizer)
+                batch = Batch(*(x.to(device) for x in batch_of(case, number, tokenizer)))
                 expected = references(plain, batch)
                 for way in missing:
                     about = {"dtype": dtype, "way": way, "case": case}
@@ -261,24 +264,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("model", type=Path, help="a folder with a model and its tokenizer")
     parser.add_argument("--short", action="store_true", help="few tokens")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu by default")
+    parser.add_argument("--dtype", choices=DTYPES, help="one of them; else all, one by one")
     parser.add_argument("--out", type=Path, help="the file for the counts, as JSON")
     options = parser.parse_args(arguments)
     folder, cases = options.model.resolve(), SHORT if options.short else CASES
     PARTS.mkdir(parents=True, exist_ok=True)
-    kept = PARTS / f"{folder.name}-{code_fingerprint()}{'-short' * options.short}.jsonl"
+    where = "" if options.device.type == "cpu" else f"-{options.device.type}"
+    name = f"{folder.name}-{code_fingerprint()}{where}{'-short' * options.short}"
+    kept = PARTS / f"{name}.jsonl"
     kept.touch()
     counts = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
     done = {(each["dtype"], each["way"], *each["case"]) for each in counts}
     with kept.open("a", encoding="utf-8") as file:
-        for dtype in DTYPES:
-            for each in measure(folder, dtype, cases, done):
+        for dtype in [options.dtype] if options.dtype else DTYPES:
+            for each in measure(folder, dtype, options.device, cases, done):
                 counts.append(each)
                 print(json.dumps(each), file=file, flush=True)
                 print(dtype, each["way"], each["case"], file=sys.stderr, flush=True)
     tokens, identical = (sum(each[name] for each in counts) for name in ("tokens", "identical"))
     print(f"{identical:,} of {tokens:,} replayed tokens have all bits")
     if options.out is not None:
-        machine = environment(torch.device("cpu")) | {"transformers": version("transformers")}
+        machine = environment(options.device) | {"transformers": version("transformers")}
         content = {"model": folder.name, "machine": machine, "counts": counts}
         options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     wrong = failures(counts, 0 if options.short else LEAST)
