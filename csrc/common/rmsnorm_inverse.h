@@ -21,7 +21,8 @@
 //     row.set_scale(power)          multiplies m and g by a power of two from now on
 //     row.prepare_terms<S>(smallest, f)  sum_inputs; afterwards e() and p() are those of `term`
 //     row.set_update(update)        m() and g() are those of the update from now on
-//     row.compute_once(f)           f(), computed once for all threads of the row
+//     row.sum_terms_once<S>(f, g)   g(the sums), computed once for all threads of the row
+//     Row::kNarrow                  whether all inputs are of fp32's range
 //     row.is_fp64()                 whether hidden is stored in fp64
 //     at.store(hidden, new_scale)   returns 0 if both are finite as stored, else NaN
 //     row.store_unchanged()         stores hidden = 0 and the scale as it was given
@@ -46,6 +47,8 @@ template <class V>
 ICL_PATCH_INLINE V magnitude(V x) {
   return select(x < 0.0, -x, x);
 }
+
+ICL_PATCH_INLINE double magnitude(double x) { return std::fabs(x); }  // no instruction on a GPU
 
 template <class V>
 ICL_PATCH_INLINE V larger(V x, V y) {
@@ -234,20 +237,26 @@ ICL_PATCH_INLINE double first_guess(const Secular& f, double smallest) {
   return f.lo > 0 && f.hi > 16 * f.lo ? std::sqrt(f.lo) * std::sqrt(f.hi) : f.lo;
 }
 
-template <class Row>
-ICL_PATCH_INLINE Root find_root(const Row& row, Secular f, double start) {
-  double s = start, width = f.lo > 0 ? f.hi / f.lo : kInfinity;
-  for (int32_t evaluations = 1; evaluations <= kMaxEvaluations; ++evaluations) {
-    const double sigma = s + f.nearest;
-    Moments<double> sums = row.template sum_terms<Moments>(
-        [=](auto& sum, const auto& at) { sum.add(at.e(), at.p(), s, sigma); });
-    const double beyond = sums.m0;
+// Where an evaluation leads.
+struct Next {
+  double s;
+  bool done;
+};
+
+// The search for the root; one thread of a row leads it.
+struct Search {
+  Secular f;
+  double width;
+
+  // From the sums at s to the next s.
+  ICL_PATCH_INLINE Next advance(double s, Moments<double> sums) {
+    const double sigma = s + f.nearest, beyond = sums.m0;
     if (f.pole > 0) {
       const double at_pole = f.pole / (s * s);
       sums.merge({at_pole, at_pole, at_pole, at_pole});
     }
     const double excess = sums.m0 / f.target - 1;
-    if (std::fabs(excess) <= 8 * kUlp) return {s, evaluations, true};
+    if (std::fabs(excess) <= 8 * kUlp) return {s, true};
     if (excess > 0) {
       // Below nearest * kUlp φ does not change, and a bracket from 0 cannot be cut in its exponent.
       f.lo = larger(f.lo, larger(s, f.nearest * kUlp));
@@ -256,24 +265,35 @@ ICL_PATCH_INLINE Root find_root(const Row& row, Secular f, double start) {
     } else {
       f.hi = smaller(f.hi, s);
     }
-    const double step = sigma * row.compute_once([&] {
-      return gauss_step(sums, f.target, larger((f.lo - s) / sigma, 0x1p-40 - 1));
-    });
+    const double step = sigma * gauss_step(sums, f.target, larger((f.lo - s) / sigma, 0x1p-40 - 1));
     // The model leaves out fourth-order terms: at most 10 (step/σ)⁴ of φ, less than 2⁻⁵² here.
     if (f.lo < s + step && s + step < f.hi && std::fabs(step) <= 0x1p-14 * sigma)
-      return {s + step, evaluations, true};
+      return {s + step, true};
     const double next = smaller(larger(s + step, f.lo), f.hi);
-    if (std::fabs(next - s) <= 2 * kUlp * s) return {next, evaluations, true};
+    if (std::fabs(next - s) <= 2 * kUlp * s) return {next, true};
     // The model does not reach across decades, and it climbs nested plateaus one at a time. In both
     // cases cut the bracket in its exponent.
     const double left = next > 0 ? f.hi / next : kInfinity;
     const bool slow =
         left > 20 && left > std::sqrt(width) && left < kInfinity && (excess < 0 || next > 16 * s);
     const double quarter = std::sqrt(std::sqrt(left));
-    s = slow ? next * quarter * std::sqrt(quarter) : next;
     width = left;
+    return {slow ? next * quarter * std::sqrt(quarter) : next, false};
   }
-  return {s, kMaxEvaluations, false};
+};
+
+template <class Row>
+ICL_PATCH_INLINE Root find_root(const Row& row, const Secular& f, double start) {
+  Search search{f, f.lo > 0 ? f.hi / f.lo : kInfinity};
+  Next next{start, false};
+  for (int32_t evaluations = 1; evaluations <= kMaxEvaluations; ++evaluations) {
+    const double s = next.s, sigma = s + f.nearest;
+    next = row.template sum_terms_once<Moments>(
+        [=](auto& sum, const auto& at) { sum.add(at.e(), at.p(), s, sigma); },
+        [&](const Moments<double>& sums) { return search.advance(s, sums); });
+    if (next.done) return {next.s, evaluations, true};
+  }
+  return {next.s, kMaxEvaluations, false};
 }
 
 // φ(s)
@@ -380,10 +400,15 @@ ICL_PATCH_INLINE double scaling_power(double largest) {
 }
 
 template <class Row>
-ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius) {
+ICL_PATCH_INLINE Extent<double> extent_of(const Row& row) {
+  return row.template sum_inputs<Extent>(
+      [](auto& sum, const auto& at) { sum.add(at.m(), at.g()); });
+}
+
+template <class Row>
+ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius,
+                                    const Extent<double>& extent) {
   using V = typename Row::Value;
-  const auto extent =
-      row.template sum_inputs<Extent>([](auto& sum, const auto& at) { sum.add(at.m(), at.g()); });
   if (extent.nonfinite != 0) {
     row.store_nan();
     return {kInfinity - kInfinity, 0, kNonfinite};
@@ -393,7 +418,8 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius) {
     return {0, 0, kBadRadius};
   }
 
-  const double power = scaling_power(extent.largest), smallest = extent.smallest * power;
+  const double power = Row::kNarrow ? 1 : scaling_power(extent.largest);
+  const double smallest = extent.smallest * power;
   row.set_scale(power);
   const double target = n * radius.squared();
   const Secular equation = secular(row, smallest, target);
@@ -465,12 +491,13 @@ struct Update {
 
 template <class V>
 struct UpdateSums {
-  V h{}, m{}, delta{};
+  V h{}, m{}, delta{}, smallest{kInfinity};  // Σ h², Σ m², Σ |delta|, min |m|
 
   ICL_PATCH_INLINE void merge(const UpdateSums& other) {
     h += other.h;
     m += other.m;
     delta += other.delta;
+    smallest = smaller(smallest, other.smallest);
   }
 };
 
@@ -481,7 +508,8 @@ ICL_PATCH_INLINE Outcome update_row(Row& row, int64_t n, double eps) {
     const V h = at.fallback(), m = at.scale();
     sum.h += h * h;
     sum.m += m * m;
-    sum.delta += select(at.delta() != 0.0, V{1}, V{});
+    sum.delta += magnitude(at.delta());
+    sum.smallest = smaller(sum.smallest, magnitude(m));
   });
   if (sums.delta == 0) {
     row.store_unchanged();
@@ -501,7 +529,13 @@ ICL_PATCH_INLINE Outcome update_row(Row& row, int64_t n, double eps) {
   update.floor = kScaleFloor * std::sqrt(size / n);
   row.set_update(update);
   // h = 0 has no RMS to preserve, so any radius will do.
-  return invert_row(row, n, Radius{mean > 0 ? std::sqrt(mean) : 1, eps});
+  const Radius radius{mean > 0 ? std::sqrt(mean) : 1, eps};
+  if constexpr (Row::kNarrow) {  // the sums do not overflow, and g needs no power of two
+    const double nonfinite = zero_if_finite(sums.h + sums.m + sums.delta);
+    return invert_row(row, n, radius, {larger(sums.smallest, update.floor), 1, nonfinite});
+  } else {
+    return invert_row(row, n, radius, extent_of(row));
+  }
 }
 
 }  // namespace icl_patch

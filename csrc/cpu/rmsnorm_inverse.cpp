@@ -80,6 +80,7 @@ ICL_PATCH_INLINE Vector select(Mask condition, Vector x, Vector y) {
 class CpuRow {
  public:
   using Value = Vector;
+  static constexpr bool kNarrow = false;  // known only at run time
 
   CpuRow(const Inversion& call, int64_t b, double* scratch, int64_t padded)
       : call_(call),
@@ -174,9 +175,9 @@ class CpuRow {
     return sum_terms<S>(f);
   }
 
-  template <class F>
-  ICL_PATCH_INLINE auto compute_once(F f) const {
-    return f();
+  template <template <class> class S, class F, class G>
+  ICL_PATCH_INLINE auto sum_terms_once(F f, G then) const {
+    return then(sum_terms<S>(f));
   }
 
   void set_scale(double power) const {
@@ -260,7 +261,7 @@ void invert_rows(const Inversion& call, int64_t begin, int64_t end) {
     CpuRow row(call, b, scratch.get(), padded);
     const Outcome outcome =
         call.delta.data ? update_row(row, call.n, call.eps)
-                        : invert_row(row, call.n, {call.rms.at(b, 0), call.eps});
+                        : invert_row(row, call.n, {call.rms.at(b, 0), call.eps}, extent_of(row));
     call.shift[b] = outcome.shift;
     call.status[b] = outcome.status;
     call.evaluations[b] = outcome.evaluations;

@@ -1,8 +1,12 @@
-// The CUDA driver of the RMSNorm inversion: one block per row. The row is read from memory once.
-// The terms of every evaluation, e and p in fp64, stay in registers up to 4,096 coordinates, then
-// in shared memory while they fit (10,000 on sm_80, 14,000 on sm_90); longer rows are read again at
-// every evaluation, usually from L2.
+// The CUDA driver of the RMSNorm inversion: one block per row. Inputs of fp32 and narrower types
+// are read from memory once and stay in shared memory as fp32 where they fit (19,000 coordinates of
+// an update on sm_90). The terms of every evaluation, e and p in fp64, stay in registers up to
+// 4,096 coordinates; beyond, they are computed anew at every evaluation. A row with an fp64 input
+// is read again at every pass, usually from L2; beyond 4,096 coordinates it keeps e and p in shared
+// memory.
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "common/rmsnorm_inverse.h"
 #include "cuda/driver.h"
@@ -11,62 +15,80 @@ namespace icl_patch::cuda {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kMaxWarps = 32;
+constexpr int kMaxWarps = 16;
 constexpr int kMaxValues = 5;  // in a struct that is summed
-constexpr int kBatch = 4;      // coordinates a thread reads before it uses the first
 
 enum class Storage { kRegisters, kShared, kNone };  // of e and p
 
-template <class S>
-__device__ __forceinline__ S shuffled(const S& x, int distance) {
-  S other;
-  const double* from = reinterpret_cast<const double*>(&x);
-  double* to = reinterpret_cast<double*>(&other);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(S) / sizeof(double)); ++i)
-    to[i] = __shfl_xor_sync(0xffffffffu, from[i], distance);
-  return other;
+__device__ __forceinline__ double shuffled(double x, int distance) {
+  return __shfl_xor_sync(0xffffffffu, x, distance);
 }
 
-template <class S>
-__device__ __forceinline__ S across_warp(S x) {
+// Merges the structs of `count` neighbouring lanes.
+template <int count = kWarp, class S>
+__device__ __forceinline__ S across_lanes(S x) {
 #pragma unroll
-  for (int distance = kWarp / 2; distance; distance /= 2) x.merge(shuffled(x, distance));
+  for (int distance = count / 2; distance; distance /= 2) {
+    S other;
+    const double* from = reinterpret_cast<const double*>(&x);
+    double* to = reinterpret_cast<double*>(&other);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(S) / sizeof(double)); ++i)
+      to[i] = shuffled(from[i], distance);
+    x.merge(other);
+  }
   return x;
 }
 
+// The same for a warp's moments with fewer shuffles: each of the first two steps sends half of the
+// values and keeps the sums of the other half. Lane 8i returns value i.
+__device__ __forceinline__ double folded(const Moments<double>& x, int lane) {
+  const bool upper = lane & 16, odd = lane & 8;
+  const double a = (upper ? x.m2 : x.m0) + shuffled(upper ? x.m0 : x.m2, 16);
+  const double b = (upper ? x.m3 : x.m1) + shuffled(upper ? x.m1 : x.m3, 16);
+  double sum = (odd ? b : a) + shuffled(odd ? a : b, 8);
+#pragma unroll
+  for (int distance = 4; distance; distance /= 2) sum += shuffled(sum, distance);
+  return sum;
+}
+
+// Sums of the warps. Two buffers take turns, so that a sum needs one barrier: who writes to one has
+// passed the other's barrier, which all reached after they had read this one.
 struct Exchange {
-  double values[kMaxWarps * kMaxValues];
+  double values[2][kMaxWarps * kMaxValues];
+  Next next;
 };
 
 extern __shared__ double
-    shared_memory[];  // an Exchange, then e and p of a row that is row_bytes there
+    shared_memory[];  // an Exchange, then the row's inputs, or e and p, in row_bytes
 
-// Reads a coordinate whose neighbours are not contiguous. Inlined, the arithmetic of its address
-// would be most of a kernel.
-__device__ __noinline__ double load_strided(const Matrix& x, int64_t b, int k) {
-  return x.at(b, k);
-}
-
-template <int kThreads, int kItems, Storage kStorage, bool kUpdate>
+// kStaged: the inputs are narrow and stay in shared memory.
+template <int kThreads, int kItems, Storage kStorage, bool kStaged, bool kUpdate>
 class BlockRow {
  public:
   using Value = double;
+  using Input = std::conditional_t<kStaged, float, double>;
+  using Bits = std::conditional_t<kStaged, uint32_t, uint64_t>;  // of an input as it is given
+  static constexpr bool kNarrow = kStaged;
+  static constexpr int kWarps = kThreads / kWarp;
+  static constexpr int kBatch = kItems % 4 ? 3 : 4;    // coordinates that a thread works on at once
+  static constexpr int kLoads = kStaged ? 8 : kBatch;  // that it reads from memory at once
 
-  __device__ BlockRow(const Inversion& call, int64_t b)
+  __device__ BlockRow(const Inversion& call)
       : call_(call),
-        b_(b),
         n_(static_cast<int>(call.n)),
-        start_(b * call.n),
         exchange_(*reinterpret_cast<Exchange*>(shared_memory)),
-        shared_(shared_memory + sizeof(Exchange) / sizeof(double)) {}
+        shared_(shared_memory + sizeof(Exchange) / sizeof(double)) {
+    if constexpr (kStaged) stage();
+  }
 
-  __device__ bool is_fp64() const { return call_.hidden_is_fp64; }
+  __device__ static int64_t b() { return blockIdx.x; }
+  __device__ bool is_fp64() const { return !kNarrow && call_.hidden_is_fp64; }
   __device__ void set_scale(double power) { power_ = power; }
   __device__ void set_update(const Update& update) { update_ = update; }
 
   struct Inputs {
-    double scale, other, fallback;  // other: target, or delta
+    Input scale, other, fallback;  // other: target, or delta
   };
 
   // A coordinate of sum_inputs.
@@ -78,24 +100,25 @@ class BlockRow {
     __device__ double scale() const { return x.scale; }
     __device__ double delta() const { return x.other; }
     __device__ double fallback() const {
-      return kUpdate ? x.fallback : row.call_.fallback.data ? row.call_.fallback.at(row.b_, k) : 0;
+      return kUpdate                   ? double{x.fallback}
+             : row.call_.fallback.data ? row.call_.fallback.at(row.b(), k)
+                                       : 0;
     }
     __device__ double index() const { return static_cast<double>(k); }
-    __device__ double m() const {
-      return (kUpdate ? row.update_.m(x.scale) : x.scale) * row.power_;
-    }
+    __device__ double m() const { return scaled(kUpdate ? row.update_.m(scale()) : scale()); }
     __device__ double g() const {
-      return (kUpdate ? row.update_.g(x.other, x.scale, x.fallback) : x.other) * row.power_;
+      return scaled(kUpdate ? row.update_.g(delta(), scale(), fallback()) : delta());
     }
+    __device__ double scaled(double x) const { return kNarrow ? x : x * row.power_; }
 
     __device__ double store(double hidden, double new_scale) const {
       return put(kUpdate ? hidden - x.fallback : hidden, new_scale);
     }
 
     __device__ double put(double hidden, double new_scale) const {
-      const int64_t i = row.start_ + k;
+      const int64_t i = row.b() * row.call_.n + k;
       row.call_.new_scale[i] = new_scale;
-      if (row.call_.hidden_is_fp64) {
+      if (row.is_fp64()) {
         static_cast<double*>(row.call_.hidden)[i] = hidden;
       } else {
         const float narrow = static_cast<float>(hidden);
@@ -108,10 +131,15 @@ class BlockRow {
 
   template <class F>
   __device__ __forceinline__ void each(F f) const {
-    for (int first = 0; first < n_; first += kBatch * kThreads)
-      batch(first, [&](int, const At& at) {
-        if (at.k < n_) f(at);
-      });
+    if constexpr (kStaged) {
+#pragma unroll 1  // more would take more registers than three rows on a multiprocessor leave
+      for (int k = threadIdx.x; k < n_; k += kThreads) f(At{*this, k, staged(k)});
+    } else {
+      for (int first = 0; first < n_; first += kBatch * kThreads)
+        batch(first, [&](int, const At& at) {
+          if (at.k < n_) f(at);
+        });
+    }
   }
 
   template <template <class> class S, class F>
@@ -123,44 +151,43 @@ class BlockRow {
 
   template <template <class> class S, class F>
   __device__ __forceinline__ S<double> sum_terms(F f) const {
-    S<double> sum;
-    if (kStorage == Storage::kRegisters) {
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) f(sum, Term<double>{e_[j], p_[j]});
-    } else if (kStorage == Storage::kShared) {
-      for (int k = threadIdx.x; k < n_; k += kThreads)
-        f(sum, Term<double>{shared_[k], shared_[n_ + k]});
-    } else {
-      each([&](const At& at) { f(sum, term(at.m(), at.g(), smallest_)); });
+    return across_block(own_terms<S>(f));
+  }
+
+  // The first warp alone computes g(the sums).
+  template <template <class> class S, class F, class G>
+  __device__ __forceinline__ Next sum_terms_once(F f, G g) const {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const double sum = folded(own_terms<S>(f), lane);
+    S<double>* const warp_sums = next_buffer<S<double>>();
+    if (lane % 8 == 0) reinterpret_cast<double*>(warp_sums + warp)[lane / 8] = sum;
+    __syncthreads();
+    if (warp == 0) {
+      const Next next = g(across_warps(warp_sums));
+      if (lane == 0) exchange_.next = next;
     }
-    return across_block(sum);
+    __syncthreads();
+    return exchange_.next;
   }
 
   template <template <class> class S, class F>
   __device__ __forceinline__ S<double> prepare_terms(double smallest, F f) {
     smallest_ = smallest;
     S<double> sum;
-    if (kStorage == Storage::kRegisters) {
+    if constexpr (kStorage == Storage::kRegisters) {
 #pragma unroll
       for (int part = 0; part < kItems; part += kBatch) prepare_registers(part, sum, f);
     } else {
       each([&](const At& at) {
         f(sum, at);
-        if (kStorage == Storage::kNone) return;
-        const auto [e, p] = term(at.m(), at.g(), smallest);
-        shared_[at.k] = e;  // each thread reads only its own coordinates: no barrier
-        shared_[n_ + at.k] = p;
+        if constexpr (kStorage == Storage::kShared) {
+          const auto [e, p] = term(at.m(), at.g(), smallest);
+          shared_[at.k] = e;  // each thread reads only its own coordinates: no barrier
+          shared_[n_ + at.k] = p;
+        }
       });
     }
     return across_block(sum);
-  }
-
-  template <class F>
-  __device__ __forceinline__ double compute_once(F f) const {
-    __syncthreads();
-    if (threadIdx.x == 0) exchange_.values[0] = f();
-    __syncthreads();
-    return exchange_.values[0];
   }
 
   __device__ void store_unchanged() const {
@@ -177,94 +204,180 @@ class BlockRow {
     return first + j * kThreads + static_cast<int>(threadIdx.x);
   }
 
-  // The switch stands outside of a batch's loop, so that its loads are in flight together.
-  __device__ __forceinline__ void read(const Matrix& x, int first, double (&to)[kBatch]) const {
-    if (x.column != 1) {
-      for (int j = 0; j < kBatch; ++j)
-        to[j] = place(first, j) < n_ ? load_strided(x, b_, place(first, j)) : 0;
-      return;
+  // The thread's part of sum_terms.
+  template <template <class> class S, class F>
+  __device__ __forceinline__ S<double> own_terms(F f) const {
+    S<double> sum;
+    if constexpr (kStorage == Storage::kRegisters) {
+#pragma unroll
+      for (int j = 0; j < kItems; ++j) f(sum, Term<double>{e_[j], p_[j]});
+    } else if constexpr (kStorage == Storage::kShared) {
+#pragma unroll 4
+      for (int k = threadIdx.x; k < n_; k += kThreads)
+        f(sum, Term<double>{shared_[k], shared_[n_ + k]});
+    } else {
+      for (int first = 0; first < n_; first += kBatch * kThreads)
+        batch(first, [&](int, const At& at) { f(sum, inside(at)); });
     }
+    return sum;
+  }
+
+  // The term of a coordinate that may lie beyond the row.
+  __device__ __forceinline__ Term<double> inside(const At& at) const {
+    const auto [e, p] = term(at.m(), at.g(), smallest_);
+    return {at.k < n_ ? e : 1, at.k < n_ ? p : 0};
+  }
+
+  // The bits of a batch's inputs. They are converted later, so that the loads of all matrices are
+  // in flight together.
+  __device__ __forceinline__ void load(const Matrix& x, int first, Bits (&to)[kLoads]) const {
     switch (x.dtype) {
-      case DType::kFp64: return load<double>(x, first, to, [](double value) { return value; });
-      case DType::kFp32:
-        return load<float>(x, first, to, [](float value) -> double { return value; });
-      case DType::kBf16:
-        return load<uint16_t>(x, first, to,
-                              [](uint16_t value) -> double { return bf16_to_fp32(value); });
-      default:
-        load<uint16_t>(x, first, to, [](uint16_t value) -> double { return fp16_to_fp32(value); });
+      case DType::kFp64:
+        if constexpr (!kStaged) load_as<uint64_t>(x, first, to);
+        return;
+      case DType::kFp32: return load_as<uint32_t>(x, first, to);
+      default: load_as<uint16_t>(x, first, to);
     }
   }
 
-  template <class T, class F>
-  __device__ __forceinline__ void load(const Matrix& x, int first, double (&to)[kBatch],
-                                       F widen) const {
-    const T* const from = x.as<T>() + b_ * x.row + place(first, 0);
-    T values[kBatch];
+  template <class T>
+  __device__ __forceinline__ void load_as(const Matrix& x, int first, Bits (&to)[kLoads]) const {
+    const T* from = x.as<T>() + b() * x.row + place(first, 0) * x.column;
+    const int64_t step = kThreads * x.column;
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) values[j] = place(first, j) < n_ ? from[j * kThreads] : T{};
+    for (int j = 0; j < kLoads; ++j, from += step) to[j] = place(first, j) < n_ ? *from : T{};
+  }
+
+  __device__ __forceinline__ static void convert(DType dtype, const Bits (&bits)[kLoads],
+                                                 Input (&to)[kLoads]) {
+    const auto each_bits = [&](auto widened) {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) to[j] = widen(values[j]);
+      for (int j = 0; j < kLoads; ++j) to[j] = widened(bits[j]);
+    };
+    switch (dtype) {
+      case DType::kFp64: return each_bits([](Bits x) { return from_fp64(x); });
+      case DType::kFp32:
+        return each_bits([](Bits x) { return from_bits(static_cast<uint32_t>(x)); });
+      case DType::kBf16:
+        return each_bits([](Bits x) { return bf16_to_fp32(static_cast<uint16_t>(x)); });
+      default: each_bits([](Bits x) { return fp16_to_fp32(static_cast<uint16_t>(x)); });
+    }
+  }
+
+  __device__ __forceinline__ static Input from_fp64(Bits bits) {
+    Input x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
   }
 
   template <class S, class F>
   __device__ __forceinline__ void prepare_registers(int part, S& sum, F f) {
     batch(part * kThreads, [&](int j, const At& at) {
-      const auto [e, p] = term(at.m(), at.g(), smallest_);
-      const bool inside = at.k < n_;
-      if (inside) f(sum, at);
-      e_[part + j] = inside ? e : 1;
-      p_[part + j] = inside ? p : 0;
+      if (at.k < n_) f(sum, at);
+      const auto [e, p] = inside(at);
+      e_[part + j] = e;
+      p_[part + j] = p;
     });
   }
 
-  // f(j, at) for the thread's coordinates of a batch, some of which may lie beyond the row.
+  // f(j, inputs) for the thread's coordinates of a batch, some of which may lie beyond the row.
+  template <class F>
+  __device__ __forceinline__ void from_memory(int first, F f) const {
+    Bits bits[3][kLoads] = {};
+    load(call_.scale, first, bits[0]);
+    load(kUpdate ? call_.delta : call_.target, first, bits[1]);
+    if constexpr (kUpdate) load(call_.fallback, first, bits[2]);
+    Input x[3][kLoads] = {};
+    convert(call_.scale.dtype, bits[0], x[0]);
+    convert(kUpdate ? call_.delta.dtype : call_.target.dtype, bits[1], x[1]);
+    if constexpr (kUpdate) convert(call_.fallback.dtype, bits[2], x[2]);
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) f(j, Inputs{x[0][j], x[1][j], x[2][j]});
+  }
+
+  // Each thread reads only what it wrote: no barrier.
+  __device__ __forceinline__ void stage() const {
+    float* const to = reinterpret_cast<float*>(shared_);
+    for (int first = 0; first < n_; first += kLoads * kThreads)
+      from_memory(first, [&](int j, const Inputs& x) {
+        const int k = place(first, j);
+        if (k >= n_) return;
+        to[k] = x.scale;
+        to[n_ + k] = x.other;
+        if (kUpdate) to[2 * n_ + k] = x.fallback;
+      });
+  }
+
+  __device__ __forceinline__ Inputs staged(int k) const {
+    const float* const from = reinterpret_cast<const float*>(shared_) + k;
+    return {from[0], from[n_], kUpdate ? from[2 * n_] : 0};
+  }
+
+  // f(j, at), as from_memory.
   template <class F>
   __device__ __forceinline__ void batch(int first, F f) const {
-    double scale[kBatch], other[kBatch], fallback[kBatch];
-    read(call_.scale, first, scale);
-    read(kUpdate ? call_.delta : call_.target, first, other);
-    if (kUpdate) read(call_.fallback, first, fallback);
+    if constexpr (kStaged) {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j)
-      f(j, At{*this, place(first, j), {scale[j], other[j], kUpdate ? fallback[j] : 0}});
+      for (int j = 0; j < kBatch; ++j) {
+        const int k = place(first, j);
+        f(j, At{*this, k, staged(k < n_ ? k : n_ - 1)});
+      }
+    } else {
+      from_memory(first, [&](int j, const Inputs& x) { f(j, At{*this, place(first, j), x}); });
+    }
+  }
+
+  template <class S>
+  __device__ __forceinline__ S* next_buffer() const {
+    static_assert(sizeof(S) <= kMaxValues * sizeof(double));
+    turn_ ^= 1;
+    return reinterpret_cast<S*>(exchange_.values[turn_]);
+  }
+
+  template <class S>
+  __device__ __forceinline__ static S across_warps(const S* warp_sums) {
+    constexpr int kLanes = kWarps > 8 ? 16 : kWarps > 1 ? 8 : 1;
+    const int lane = threadIdx.x % kLanes;
+    return across_lanes<kLanes>(lane < kWarps ? warp_sums[lane] : S{});
   }
 
   template <class S>
   __device__ __forceinline__ S across_block(S sum) const {
-    static_assert(sizeof(S) <= kMaxValues * sizeof(double));
-    sum = across_warp(sum);
+    sum = across_lanes(sum);
     if (kThreads == kWarp) return sum;
-    S* warp_sums = reinterpret_cast<S*>(exchange_.values);
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    S* const warp_sums = next_buffer<S>();
+    if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = sum;
     __syncthreads();
-    if (lane == 0) warp_sums[warp] = sum;
-    __syncthreads();
-    return across_warp(lane < kThreads / kWarp ? warp_sums[lane] : S{});
+    return across_warps(warp_sums);
   }
 
   const Inversion& call_;
-  const int64_t b_;
   const int n_;
-  const int64_t start_;  // the row's first element in the outputs
   Exchange& exchange_;
   double* const shared_;
+  mutable int turn_ = 0;
   double power_ = 1, smallest_ = 0;
   Update update_;
   double e_[kStorage == Storage::kRegisters ? kItems : 1],
       p_[kStorage == Storage::kRegisters ? kItems : 1];
 };
 
-template <int kThreads, int kItems, Storage kStorage, bool kUpdate>
-__global__ __launch_bounds__(kThreads, 512 / kThreads) void invert_kernel(
+// Threads that a multiprocessor shall have registers for: of three blocks where shared memory may
+// hold so many long rows.
+constexpr int resident(Storage storage, bool staged) {
+  return staged && storage == Storage::kNone ? 768 : 512;
+}
+
+template <int kThreads, int kItems, Storage kStorage, bool kStaged, bool kUpdate>
+__global__ __launch_bounds__(kThreads, resident(kStorage, kStaged) / kThreads) void invert_kernel(
     const __grid_constant__ Inversion call) {
   const int64_t b = blockIdx.x;
-  BlockRow<kThreads, kItems, kStorage, kUpdate> row(call, b);
+  BlockRow<kThreads, kItems, kStorage, kStaged, kUpdate> row(call);
   Outcome outcome;
-  if (kUpdate) {
+  if constexpr (kUpdate) {
     outcome = update_row(row, call.n, call.eps);
   } else {
-    outcome = invert_row(row, call.n, {call.rms.at(b, 0), call.eps});
+    outcome = invert_row(row, call.n, {call.rms.at(b, 0), call.eps}, extent_of(row));
   }
   if (threadIdx.x == 0) {
     call.shift[b] = outcome.shift;
@@ -274,17 +387,16 @@ __global__ __launch_bounds__(kThreads, 512 / kThreads) void invert_kernel(
 }
 
 // row_bytes: of the row in shared memory; most: the shared memory that a block may have.
-template <int kThreads, int kItems, Storage kStorage>
-cudaError_t launch(const Inversion& call, cudaStream_t stream, int64_t row_bytes = 0,
-                   int most = 0) {
-  const auto kernel = call.delta.data ? invert_kernel<kThreads, kItems, kStorage, true>
-                                      : invert_kernel<kThreads, kItems, kStorage, false>;
+template <int kThreads, int kItems, Storage kStorage, bool kStaged>
+cudaError_t launch(const Inversion& call, cudaStream_t stream, int64_t row_bytes, int most) {
+  const auto kernel = call.delta.data ? invert_kernel<kThreads, kItems, kStorage, kStaged, true>
+                                      : invert_kernel<kThreads, kItems, kStorage, kStaged, false>;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(call.rows));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(Exchange) + row_bytes;
   config.stream = stream;
-  if (row_bytes > 0) {
+  if (config.dynamicSmemBytes > 48 * 1024) {  // what every kernel may have
     // Always the same limit: another host thread may set it for a shorter row before this launch.
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
@@ -295,12 +407,11 @@ cudaError_t launch(const Inversion& call, cudaStream_t stream, int64_t row_bytes
 
 constexpr int64_t kReserved = 1024;  // bytes of shared memory that CUDA reserves in every block
 
-// The block's size depends on n and the device alone, so that a row's bits do not depend on the
-// batch.
+bool is_fp64(const Matrix& x) { return x.data && x.dtype == DType::kFp64; }
+
+// The kernel depends on n, the device and whether an input is fp64, so that a row's bits do not
+// depend on the batch.
 cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t stream) {
-  if (call.n <= 256) return launch<32, 8, Storage::kRegisters>(call, stream);
-  if (call.n <= 2048) return launch<256, 8, Storage::kRegisters>(call, stream);
-  if (call.n <= 4096) return launch<512, 8, Storage::kRegisters>(call, stream);
   int block_limit = 0, multiprocessor_limit = 0;
   cudaError_t error =
       cudaDeviceGetAttribute(&block_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -308,14 +419,34 @@ cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t strea
     error = cudaDeviceGetAttribute(&multiprocessor_limit,
                                    cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
-  const int64_t row_bytes = 2 * call.n * static_cast<int64_t>(sizeof(double)),
-                needed = row_bytes + static_cast<int64_t>(sizeof(Exchange));
-  // With two rows on a multiprocessor, one computes while the other waits for its memory or sums.
-  if (2 * (needed + kReserved) <= multiprocessor_limit)
-    return launch<256, 8, Storage::kShared>(call, stream, row_bytes, block_limit);
-  if (needed <= block_limit)
-    return launch<512, 8, Storage::kShared>(call, stream, row_bytes, block_limit);
-  return launch<512, 8, Storage::kNone>(call, stream);
+  const auto fits = [=](int64_t bytes, int blocks) {
+    const int64_t needed = bytes + static_cast<int64_t>(sizeof(Exchange));
+    return needed <= block_limit && blocks * (needed + kReserved) <= multiprocessor_limit;
+  };
+  const auto run = [&](auto kernel, int64_t bytes) {
+    return kernel(call, stream, bytes, block_limit);
+  };
+  const bool update = call.delta.data;
+  const bool wide = call.hidden_is_fp64 || is_fp64(call.scale) || is_fp64(call.target) ||
+                    is_fp64(call.delta) || (update && is_fp64(call.fallback));
+  const int64_t staged = call.n * (update ? 3 : 2) * static_cast<int64_t>(sizeof(float));
+  if (!wide && fits(staged, 1)) {
+    if (call.n <= 128) return run(launch<32, 4, Storage::kRegisters, true>, staged);
+    if (call.n <= 1024) return run(launch<256, 4, Storage::kRegisters, true>, staged);
+    if (call.n <= 2048) return run(launch<512, 4, Storage::kRegisters, true>, staged);
+    if (call.n <= 3072) return run(launch<512, 6, Storage::kRegisters, true>, staged);
+    if (call.n <= 4096) return run(launch<512, 8, Storage::kRegisters, true>, staged);
+    // With several rows on a multiprocessor, one computes while another waits for its sums.
+    if (fits(staged, 2)) return run(launch<256, 4, Storage::kNone, true>, staged);
+    return run(launch<512, 4, Storage::kNone, true>, staged);
+  }
+  if (call.n <= 256) return run(launch<32, 8, Storage::kRegisters, false>, 0);
+  if (call.n <= 2048) return run(launch<256, 8, Storage::kRegisters, false>, 0);
+  if (call.n <= 4096) return run(launch<512, 8, Storage::kRegisters, false>, 0);
+  const int64_t terms = 2 * call.n * static_cast<int64_t>(sizeof(double));
+  if (fits(terms, 2)) return run(launch<256, 4, Storage::kShared, false>, terms);
+  if (fits(terms, 1)) return run(launch<512, 4, Storage::kShared, false>, terms);
+  return run(launch<512, 4, Storage::kNone, false>, 0);
 }
 
 }  // namespace

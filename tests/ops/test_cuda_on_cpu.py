@@ -20,8 +20,8 @@ from icl_patch.ops.stable_update import reference_stable_scale
 
 pytestmark = needs_compiler
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # in the order of DType
-# bytes of shared memory: two long rows fit there, or one, or it is read again each time
-PLENTY, ENOUGH, LITTLE = 1 << 18, 100_000, 1 << 10
+# bytes of shared memory: two long rows fit there, or one (of fp32), or it is read again each time
+PLENTY, ENOUGH, JUST_ENOUGH, LITTLE = 1 << 18, 100_000, 50_000, 1 << 10
 Invert = Callable[..., reference.RMSNormInverse]
 
 
@@ -96,25 +96,29 @@ def test_every_family_in_a_warp(invert: Invert, family: str) -> None:
         check_rows(m, g, rms, 1e-6, invert(g, m, rms, 1e-6))
 
 
-KEEPING = [(n, PLENTY) for n in (1, 31, 256, 257, 2049, 4097)]
-KEEPING += [(4097, ENOUGH), (4097, LITTLE)]
+KEEPING = [(torch.float64, n, PLENTY) for n in (1, 31, 256, 257, 2049, 4097)]
+KEEPING += [(torch.float64, 4097, ENOUGH), (torch.float64, 4097, LITTLE)]
+KEEPING += [(torch.float32, n, PLENTY) for n in (1, 129, 1025, 2049, 3073, 4097)]
+KEEPING += [(torch.float32, 4097, JUST_ENOUGH), (torch.float32, 4097, LITTLE)]
 
 
-@pytest.mark.parametrize(("n", "shared_memory"), KEEPING)
-def test_every_way_of_keeping_a_row(invert: Invert, n: int, shared_memory: int) -> None:
-    """A warp, 256 and 512 threads, registers, shared memory and neither; a hard, an easy, a bad and
-    a NaN row.
+@pytest.mark.parametrize(("dtype", "n", "shared_memory"), KEEPING, ids=str)
+def test_every_way_of_keeping_a_row(
+    invert: Invert, dtype: torch.dtype, n: int, shared_memory: int
+) -> None:
+    """A warp, 256 and 512 threads, inputs and terms in registers, shared memory and neither; a hard,
+    an easy, a bad and a NaN row.
     """
-    m, g = (1 + 0.4 * normal(seeded(n), 5, n)), normal(seeded(n + 1), 5, n)
+    m, g = ((x + 0.4 * normal(seeded(n + x), 5, n)).to(dtype) for x in (1, 0))
     lowest = m[1].abs().argmin()
     g[1] *= 1e-3
     g[1, lowest] = 0
     g[3, n // 2] = torch.nan
-    rms = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]).double()
+    rms = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]).to(dtype)
     want = reference.invert_rmsnorm(g, m, rms, 1e-6, m)
     assert want.status.tolist()[2:4] == [Status.BAD_RADIUS, Status.NONFINITE]
     once, again = (invert(g, m, rms, 1e-6, m, shared_memory=shared_memory) for _ in range(2))
-    check_same(once, want, OTHER_SUMS)
+    check_same(once, want, OTHER_SUMS if dtype == torch.float64 else 2.0**-22)
     # whatever the order of the turns
     assert torch.equal(once.hidden.nan_to_num(), again.hidden.nan_to_num())
 
