@@ -124,6 +124,7 @@ VARIANTS = {
     "rank 1": (1, 1),
     "rank 1, 16 rows": (1, 16),
     "rank 1, 32 rows": (1, 32),
+    "rank 2, 16 rows": (2, 16),  # most shared memory, where a program sums as many coefficients
     "rank 4, 4 rows": (4, 4),
     "rank 16, pool": (16, 4),
     "recording": (None, 16),

@@ -6,6 +6,7 @@
 // memory.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/rmsnorm_inverse.h"
@@ -62,6 +63,16 @@ struct Exchange {
 extern __shared__ double
     shared_memory[];  // an Exchange, then the row's inputs, or e and p, in row_bytes
 
+// A coordinate's inputs. other: target, or delta.
+template <class T, bool kUpdate>
+struct InputsOf {
+  T scale, other, fallback;
+};
+template <class T>
+struct InputsOf<T, false> {
+  T scale, other;
+};
+
 // kStaged: the inputs are narrow and stay in shared memory.
 template <int kThreads, int kItems, Storage kStorage, bool kStaged, bool kUpdate>
 class BlockRow {
@@ -87,9 +98,7 @@ class BlockRow {
   __device__ void set_scale(double power) { power_ = power; }
   __device__ void set_update(const Update& update) { update_ = update; }
 
-  struct Inputs {
-    Input scale, other, fallback;  // other: target, or delta
-  };
+  using Inputs = InputsOf<Input, kUpdate>;
 
   // A coordinate of sum_inputs.
   struct At {
@@ -100,9 +109,11 @@ class BlockRow {
     __device__ double scale() const { return x.scale; }
     __device__ double delta() const { return x.other; }
     __device__ double fallback() const {
-      return kUpdate                   ? double{x.fallback}
-             : row.call_.fallback.data ? row.call_.fallback.at(row.b(), k)
-                                       : 0;
+      if constexpr (kUpdate) {
+        return x.fallback;
+      } else {
+        return row.call_.fallback.data ? row.call_.fallback.at(row.b(), k) : 0;
+      }
     }
     __device__ double index() const { return static_cast<double>(k); }
     __device__ double m() const { return scaled(kUpdate ? row.update_.m(scale()) : scale()); }
@@ -112,7 +123,7 @@ class BlockRow {
     __device__ double scaled(double x) const { return kNarrow ? x : x * row.power_; }
 
     __device__ double store(double hidden, double new_scale) const {
-      return put(kUpdate ? hidden - x.fallback : hidden, new_scale);
+      return put(kUpdate ? hidden - fallback() : hidden, new_scale);
     }
 
     __device__ double put(double hidden, double new_scale) const {
@@ -181,7 +192,7 @@ class BlockRow {
       each([&](const At& at) {
         f(sum, at);
         if constexpr (kStorage == Storage::kShared) {
-          const auto [e, p] = term(at.m(), at.g(), smallest);
+          const auto [e, p] = term(at.m(), at.g(), smallest_);
           shared_[at.k] = e;  // each thread reads only its own coordinates: no barrier
           shared_[n_ + at.k] = p;
         }
@@ -249,10 +260,10 @@ class BlockRow {
   }
 
   __device__ __forceinline__ static void convert(DType dtype, const Bits (&bits)[kLoads],
-                                                 Input (&to)[kLoads]) {
+                                                 Inputs (&to)[kLoads], Input Inputs::*member) {
     const auto each_bits = [&](auto widened) {
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j) to[j] = widened(bits[j]);
+      for (int j = 0; j < kLoads; ++j) to[j].*member = widened(bits[j]);
     };
     switch (dtype) {
       case DType::kFp64: return each_bits([](Bits x) { return from_fp64(x); });
@@ -283,34 +294,30 @@ class BlockRow {
   // f(j, inputs) for the thread's coordinates of a batch, some of which may lie beyond the row.
   template <class F>
   __device__ __forceinline__ void from_memory(int first, F f) const {
-    Bits bits[3][kLoads] = {};
-    load(call_.scale, first, bits[0]);
-    load(kUpdate ? call_.delta : call_.target, first, bits[1]);
-    if constexpr (kUpdate) load(call_.fallback, first, bits[2]);
-    Input x[3][kLoads] = {};
-    convert(call_.scale.dtype, bits[0], x[0]);
-    convert(kUpdate ? call_.delta.dtype : call_.target.dtype, bits[1], x[1]);
-    if constexpr (kUpdate) convert(call_.fallback.dtype, bits[2], x[2]);
+    Bits scale[kLoads], other[kLoads], fallback[kLoads];
+    load(call_.scale, first, scale);
+    load(kUpdate ? call_.delta : call_.target, first, other);
+    if constexpr (kUpdate) load(call_.fallback, first, fallback);
+    Inputs x[kLoads];
+    convert(call_.scale.dtype, scale, x, &Inputs::scale);
+    convert(kUpdate ? call_.delta.dtype : call_.target.dtype, other, x, &Inputs::other);
+    if constexpr (kUpdate) convert(call_.fallback.dtype, fallback, x, &Inputs::fallback);
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) f(j, Inputs{x[0][j], x[1][j], x[2][j]});
+    for (int j = 0; j < kLoads; ++j) f(j, x[j]);
   }
 
-  // Each thread reads only what it wrote: no barrier.
+  // Each thread reads only what it wrote, so no barrier; at least its first number, of which a
+  // batch's coordinates beyond the row have a copy.
   __device__ __forceinline__ void stage() const {
-    float* const to = reinterpret_cast<float*>(shared_);
     for (int first = 0; first < n_; first += kLoads * kThreads)
       from_memory(first, [&](int j, const Inputs& x) {
         const int k = place(first, j);
-        if (k >= n_) return;
-        to[k] = x.scale;
-        to[n_ + k] = x.other;
-        if (kUpdate) to[2 * n_ + k] = x.fallback;
+        if (k < n_ || k < kThreads) staged(k) = x;
       });
   }
 
-  __device__ __forceinline__ Inputs staged(int k) const {
-    const float* const from = reinterpret_cast<const float*>(shared_) + k;
-    return {from[0], from[n_], kUpdate ? from[2 * n_] : 0};
+  __device__ __forceinline__ Inputs& staged(int k) const {
+    return reinterpret_cast<Inputs*>(shared_)[k];
   }
 
   // f(j, at), as from_memory.
@@ -320,7 +327,7 @@ class BlockRow {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int k = place(first, j);
-        f(j, At{*this, k, staged(k < n_ ? k : n_ - 1)});
+        f(j, At{*this, k, staged(k < n_ ? k : static_cast<int>(threadIdx.x))});
       }
     } else {
       from_memory(first, [&](int j, const Inputs& x) { f(j, At{*this, place(first, j), x}); });
@@ -429,7 +436,8 @@ cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t strea
   const bool update = call.delta.data;
   const bool wide = call.hidden_is_fp64 || is_fp64(call.scale) || is_fp64(call.target) ||
                     is_fp64(call.delta) || (update && is_fp64(call.fallback));
-  const int64_t staged = call.n * (update ? 3 : 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t staged =
+      std::max<int64_t>(call.n, 512) * (update ? 3 : 2) * static_cast<int64_t>(sizeof(float));
   if (!wide && fits(staged, 1)) {
     if (call.n <= 128) return run(launch<32, 4, Storage::kRegisters, true>, staged);
     if (call.n <= 1024) return run(launch<256, 4, Storage::kRegisters, true>, staged);

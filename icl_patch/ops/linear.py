@@ -24,6 +24,7 @@ from icl_patch.ops.dispatch import Op, backend, triton_for, wants_gradients
 
 GEMV, GEMM = "gemv", "gemm"
 _GEMV_ROWS = 16
+_GEMV_ROWS_ON_CUDA = 32  # in 16 bits, on matrix units
 _GEMV_ROWS_BESIDE_AMX = 4
 _TRITON_RANKS = 64
 
@@ -74,14 +75,17 @@ def product_path(z: Tensor, rows: int) -> str:
     """The path by which ``rows`` rows of z's dtype are multiplied on z's device: ``"gemv"`` for few
     rows, ``"gemm"`` for many.
 
-    The path ``"gemm"`` is torch's own product, from 17 rows on; on the CPU from 5 rows on where
-    torch has matrix units for a dtype and our kernel does not use them (fp16), and never where
-    torch has no fast product of a dtype (fp16 without AVX512-FP16). In the path ``"gemv"`` a row's
-    bits do not depend on the number of rows.
+    The path ``"gemm"`` is torch's own product, from 17 rows on; on CUDA in 16 bits from 33 rows on;
+    on the CPU from 5 rows on where torch has matrix units for a dtype and our kernel does not use
+    them (fp16), and never where torch has no fast product of a dtype (fp16 without AVX512-FP16). In
+    the path ``"gemv"`` a row's bits do not depend on the number of rows.
     """
     if _takes_gemv_only():
         return GEMV
-    most = _CPU_GEMV_ROWS.get(z.dtype, _GEMV_ROWS) if z.is_cpu else _GEMV_ROWS
+    if z.is_cuda and z.itemsize == 2:
+        most = _GEMV_ROWS_ON_CUDA
+    else:
+        most = _CPU_GEMV_ROWS.get(z.dtype, _GEMV_ROWS) if z.is_cpu else _GEMV_ROWS
     return GEMM if rows > most else GEMV
 
 

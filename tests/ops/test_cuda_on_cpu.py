@@ -106,8 +106,8 @@ KEEPING += [(torch.float32, 4097, JUST_ENOUGH), (torch.float32, 4097, LITTLE)]
 def test_every_way_of_keeping_a_row(
     invert: Invert, dtype: torch.dtype, n: int, shared_memory: int
 ) -> None:
-    """A warp, 256 and 512 threads, inputs and terms in registers, shared memory and neither; a hard,
-    an easy, a bad and a NaN row.
+    """A warp, 256 and 512 threads, inputs and terms in registers, in shared memory and in neither;
+    a hard, an easy, a bad and a NaN row.
     """
     m, g = ((x + 0.4 * normal(seeded(n + x), 5, n)).to(dtype) for x in (1, 0))
     lowest = m[1].abs().argmin()
