@@ -44,7 +44,7 @@ from icl_patch.patch.atomic_file import write_atomically
 LIMITS = (1728, 4096, 16384, None)
 """The largest N of the classes that have a configuration of their own."""
 
-CASES = ((1, 1), (4, 1), (16, 1))
+CASES = ((1, 1), (4, 1), (16, 1), (32, 1))
 """Rows and rank at which candidates are measured, every second in short: one configuration serves
 them all, as it fixes the order of summation.
 """
@@ -111,7 +111,7 @@ def choose(
         best = functools.partial(fastest, some, device, dtype, progress=progress, pool=pool)
         config = best(candidates(dtype), cases)
         fused = [replace(config, fused=n) for n in (1, 4, 8, 16, 32)]
-        # with rank 2 and 16 rows a program that sums so many needs most shared memory
+        # 32 coefficients need most shared memory with rank 2 and 16 rows
         config = best(fused, ((1, 1), (8, 1), (4, 4), (16, 2)))
         progress(f"{DTYPES[dtype]} N ≤ {most}: {config}")
         chosen.append(TunedConfig(DTYPES[dtype], most, config))

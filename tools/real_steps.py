@@ -4,7 +4,7 @@ dtype, and 0 bits that differ.
     make real                                 # on SmolLM2-135M-Instruct
     make real MODEL=FOLDER                    # on another model
     make real REAL=--short                    # few tokens, into build/real
-    make real REAL="--short --device cuda"    # on a GPU
+    build/python tools/real_steps.py FOLDER --device cuda
 
 The tokens come in 1, 3 and 8 rows, padded and not, after contexts of 20 to 4,000 tokens of the
 repository's pages and sources. Each token is patched in three ways and replayed without its

@@ -124,11 +124,10 @@ VARIANTS = {
     "rank 1": (1, 1),
     "rank 1, 16 rows": (1, 16),
     "rank 1, 32 rows": (1, 32),
-    "rank 2, 16 rows": (2, 16),  # most shared memory, where a program sums as many coefficients
+    "rank 2, 16 rows": (2, 16),  # most shared memory, where a program sums 32 coefficients
     "rank 4, 4 rows": (4, 4),
     "rank 16, pool": (16, 4),
     "recording": (None, 16),
-    "recording, 32 rows": (None, 32),
     "recording a pair": (None, 16),
     "Conv1D": (1, 4),
 }

@@ -243,7 +243,7 @@ struct Next {
   bool done;
 };
 
-// The search for the root; one thread of a row leads it.
+// The search for the root, which the threads that see the sums lead.
 struct Search {
   Secular f;
   double width;

@@ -1,9 +1,9 @@
 // The CUDA driver of the RMSNorm inversion: one block per row. Inputs of fp32 and narrower types
 // are read from memory once and stay in shared memory as fp32 where they fit (19,000 coordinates of
 // an update on sm_90). The terms of every evaluation, e and p in fp64, stay in registers up to
-// 4,096 coordinates; beyond, they are computed anew at every evaluation. A row with an fp64 input
-// is read again at every pass, usually from L2; beyond 4,096 coordinates it keeps e and p in shared
-// memory.
+// 4,096 coordinates; beyond, they are computed anew at every evaluation. Any other row is read again
+// at every pass, usually from L2; beyond 4,096 coordinates its e and p stay in shared memory where
+// they fit.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -370,9 +370,14 @@ class BlockRow {
 };
 
 // Threads that a multiprocessor shall have registers for: of three blocks where shared memory may
-// hold so many long rows.
+// hold so many long rows. On sm_100 the compiler would spill for three.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kMostThreads = 512;
+#else
+constexpr int kMostThreads = 768;
+#endif
 constexpr int resident(Storage storage, bool staged) {
-  return staged && storage == Storage::kNone ? 768 : 512;
+  return staged && storage == Storage::kNone ? kMostThreads : 512;
 }
 
 template <int kThreads, int kItems, Storage kStorage, bool kStaged, bool kUpdate>
@@ -416,8 +421,8 @@ constexpr int64_t kReserved = 1024;  // bytes of shared memory that CUDA reserve
 
 bool is_fp64(const Matrix& x) { return x.data && x.dtype == DType::kFp64; }
 
-// The kernel depends on n, the device and whether an input is fp64, so that a row's bits do not
-// depend on the batch.
+// The kernel depends on n, the device, the call and whether an input is fp64, so that a row's bits
+// do not depend on the batch.
 cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t stream) {
   int block_limit = 0, multiprocessor_limit = 0;
   cudaError_t error =

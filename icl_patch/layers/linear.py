@@ -129,8 +129,9 @@ class PatchedLinear(PatchedModule):
         """The plain output to which the patch is added, (..., K) -> (..., N), and the dtype of the
         base module's output.
 
-        The plain output is the base module's, in fp32 before its rounding where our kernels compute
-        it, by the path of ``rows`` rows (:func:`icl_patch.ops.product_path`; z's by default).
+        The plain output is the base module's, in fp32 before its rounding where our kernels or CUDA
+        compute it, by the path of ``rows`` rows (:func:`icl_patch.ops.product_path`; by default
+        z's).
         """
         linear = self.linear_map(z)
         if linear is None:

@@ -119,8 +119,9 @@ def patched_linear(
 
     Returns:
         (M, N), accumulated in fp32 and rounded once; in fp64 where z, u, v or ``out_dtype`` is. On
-        the CPU in the path ``"gemm"``, and where autograd may ask for a derivative, ``z Wᵀ + bias``
-        is torch's own and rounded to z's dtype first, as ``nn.Linear`` does.
+        the CPU in the path ``"gemm"``, and where autograd or a transform of torch.func may ask for
+        a derivative, ``z Wᵀ + bias`` is torch's own and rounded to z's dtype first, as
+        ``nn.Linear`` does.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -141,11 +142,10 @@ def record_linear(
     *,
     direction: Direction | None = None,
 ) -> tuple[Tensor, Tensor, Direction]:
-    """Both streams through one linear map, reading W once: their outputs and the patch between
-    them.
+    """Both streams through one linear map: their outputs and the patch between them.
 
     ``y_ctx = W z_ctx + b``, ``u = W z_ctx - W z`` and ``y = W z + b + (z·v) u`` with ``v =
-    z/‖z‖²``.
+    z/‖z‖²``; W is read once in the path ``"gemv"`` of M rows.
 
     Args:
         z_pair: (2M, K) float: M rows of the context stream, then M of the reduced stream.
@@ -155,7 +155,8 @@ def record_linear(
     Returns:
         y_pair (2M, N) in z's dtype, u (M, N) fp32 (fp64 for fp64 z), and the direction.
         ``patched_linear(z, weight, u, direction.v, bias)`` gives y again, bit for bit, if our
-        kernels multiply. They do not in fp64, nor if neither dimension of the weight is contiguous.
+        kernels multiply: in the path ``"gemv"``, but not in fp64, nor if neither dimension of the
+        weight is contiguous.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -230,10 +231,10 @@ def _reference_patched_linear(
 ) -> Tensor:
     out_dtype = out_dtype or z.dtype
     dtypes = (out_dtype, *(x.dtype for x in (u, v) if x is not None))
-    if torch.float64 in dtypes and z.dtype != torch.float64 and path == GEMV:
+    # ranks beyond those of Triton's kernel
+    high = z.is_cuda and u is not None and not wants_gradients((z, weight, u, v, bias))
+    if path == GEMV and z.dtype != torch.float64 and (high or torch.float64 in dtypes):
         plain = patched_linear(z, weight, bias=bias, out_dtype=torch.float32, path=path)
-    elif u is None and out_dtype == z.dtype:
-        plain = F.linear(z, weight, bias)
     else:
         plain = _wide_product(z, weight, bias)
     if u is None or v is None:
@@ -242,7 +243,7 @@ def _reference_patched_linear(
 
 
 def _wide_product(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``z Wᵀ + bias`` by torch, if it can in fp32 before its rounding to 16 bits."""
+    """``z Wᵀ + bias`` by torch: from 16 bits on CUDA in fp32, before its rounding."""
     if not z.is_cuda or z.itemsize > 2 or wants_gradients((z, weight, bias)) or is_transformed():
         return F.linear(z, weight, bias)
     plain = torch.mm(z, weight.T, out_dtype=torch.float32)

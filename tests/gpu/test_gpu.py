@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.numeric import on_a_gpu, replay_limit
+from support.linear_cases import check_linear, check_rows_without_a_patch, linear_case
+from support.numeric import UNIT, normal, on_a_gpu, replay_limit, seeded
 from support.offload import imported_accelerate, results
 from support.random_models import CASES, FAMILIES, build, case, tokens
 from support.static import random_examples
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from icl_patch import ContextPatcher, metrics
+from icl_patch import ContextPatcher, metrics, ops
 from icl_patch.static import Distillation, StaticPatch, fit
 
 pytestmark = on_a_gpu
@@ -42,6 +43,32 @@ def test_exact_replay_is_bit_identical(family: str, dtype: torch.dtype, argument
         logits = patcher.forward(patch.kept_ids, patch)
     assert logits.is_cuda
     assert torch.equal(logits[patch.kept_mask], patch.logits[patch.kept_mask])
+
+
+@pytest.mark.parametrize("layout", ["row", "row-rank", "shared", "pool"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_of_many_rows(dtype: torch.dtype, layout: str) -> None:
+    """Torch's, to which the change is added before the only rounding."""
+    few = 16 if dtype == torch.float32 else 32
+    case = linear_case(layout, (few + 1, 48, 70), 2, dtype, device="cuda")
+    assert [ops.product_path(case.z, rows) for rows in (few, few + 1)] == ["gemv", "gemm"]
+    for out_dtype in (dtype, torch.float32):
+        for weight in (case.weight, case.weight.T.contiguous().T):
+            arguments = case.arguments | {"weight": weight, "out_dtype": out_dtype}
+            check_linear(case, ops.patched_linear(**arguments), out_dtype)
+    if layout == "pool":
+        check_rows_without_a_patch(ops.patched_linear, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_recordings_of_many_rows_are_differences_of_fp32(dtype: torch.dtype) -> None:
+    pair, weight = (normal(seeded(i), 80 - i, 70, dtype=dtype).cuda() for i in (0, 10))
+    _, u, _ = ops.record_linear(pair, weight)
+    ctx, reduced = pair.double().chunk(2)
+    size = (ctx.abs() + reduced.abs()) @ weight.double().abs().T
+    assert u.dtype == torch.float32
+    exact = (ctx - reduced) @ weight.double().T
+    assert ((u - exact).abs() <= 64 * UNIT[torch.float32] * size).all()
 
 
 @pytest.mark.parametrize("update", ["direct", "stable"])

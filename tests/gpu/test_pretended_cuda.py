@@ -16,7 +16,7 @@ FILES += ["bench/test_bench_generation.py", "bench/test_bench.py"]
 CHOSEN = (
     "float32 and (shared or streams and as) or models_bits or bfloat16 and prefix and gemma3"
     " or matches and gemma3 and stable or between or every_way_of or every_way_says and gemma"
-    " or fitted_on_two or two_devices and llama or offloaded and exact and gemma3"
+    " or fitted_on_two or two_devices and llama or offloaded and exact and gemma3 or many_rows"
 )
 
 

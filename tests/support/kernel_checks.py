@@ -28,7 +28,7 @@ from torch import Tensor
 
 from icl_patch import kernels
 from icl_patch.kernels.ops.coefficients import plan_coefficients
-from icl_patch.kernels.ops.linear import launch_linear
+from icl_patch.kernels.ops.linear import blocks, launch_linear
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
@@ -425,8 +425,13 @@ def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(getattr(torch.ops.icl_patch, f"triton_{name}").default, arguments)
 
 
-def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for those that it was traced with: 1 row, then 8 for all others."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_graph_launches_for_the_rows_it_has(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for those that it was traced with: 1 row, then 8 for all others. With multiply-adds
+    and on matrix units.
+    """
     monkeypatch.undo()
     monkeypatch.setattr(launching, "_launches", {})
     run, launched = launching.Launch._run, list[dict]()
@@ -438,7 +443,7 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
         run(self, *tensors)
 
     monkeypatch.setattr(launching.Launch, "_run", noting)
-    weight = normal(seeded(0), 20, 70, dtype=torch.float32).to(DEVICE)
+    weight = normal(seeded(0), 20, 70, dtype=dtype).to(DEVICE)
 
     def step(z: Tensor, pair: Tensor, u: Tensor, index: Tensor) -> tuple[Tensor, ...]:
         z_pair, _, _, _, coeff = kernels.norm_pair(pair, pair[0], 1e-5)
@@ -452,16 +457,19 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
 
     def are_configured_for(rows: int) -> set[bool]:
         """Whether the linear maps were launched as the table says for so many rows."""
-        config = config_for(gpu_name(torch.device(DEVICE)), torch.float32, 20)
+        config = config_for(gpu_name(torch.device(DEVICE)), dtype, 20)
         expected = {
             "M": rows,
             "DOT": config.dot,
-            "BLOCK_M": config.block_m if config.dot else min(config.block_m, rows),
             "BLOCK_K": config.block_k,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
-        found = {expected.items() <= product.items() for product in launched}
+        found = {
+            (expected | {"BLOCK_M": blocks(config, rows, product["RECORD"])[0]}).items()
+            <= product.items()
+            for product in launched
+        }
         assert len(launched) == 3
         launched.clear()
         return found
@@ -470,7 +478,7 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     for rows in (1, 8, 17):
         sizes = ((rows, 70), (2 * rows, 70), (rows, 20))
-        inputs = [normal(seeded(rows), *size, dtype=torch.float32).to(DEVICE) for size in sizes]
+        inputs = [normal(seeded(rows), *size, dtype=dtype).to(DEVICE) for size in sizes]
         inputs.append(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
         with torch.compiler.set_stance("default" if rows < 17 else "fail_on_recompile"):
             outputs = compiled(*inputs)

@@ -23,11 +23,12 @@ from icl_patch.kernels.runtime.launching import (
 
 def blocks(config: Config, rows: int, record: bool) -> tuple[int, int]:
     """Rows and outputs per program. They depend on the number of rows, which does not change a
-    row's bits: on matrix units a row is a column of the output, and more rows share what a program
-    reads of the weight.
+    row's bits: on matrix units a row is a column of the output. More rows share what a program
+    reads of the weight; two streams leave them no shared memory.
     """
     if config.dot:
-        return config.block_m * (1 + (rows > config.block_m)), config.block_n
+        wide = rows > config.block_m and not record
+        return config.block_m * (1 + wide), config.block_n
     block_m = min(config.block_m, power_of_two(rows))
     return block_m, max(config.block_n * 4 // max(4, block_m * (1 + record)), 1)
 
@@ -54,8 +55,8 @@ def coefficient_block(
 
 
 def sums_coefficients(config: Config, rows: int, rank: int) -> bool:
-    """Whether the linear kernel computes the coefficients z·v itself: for few, and for no more rows
-    than a configuration's, beyond which they would take its room for the weight.
+    """Whether the linear kernel computes the coefficients z·v itself: few of them, of at most
+    ``block_m`` rows, as more would leave no shared memory for the weight.
     """
     few = power_of_two(rank) * coefficient_rows(config.block_m, rows) <= config.fused
     return few and rows <= config.block_m

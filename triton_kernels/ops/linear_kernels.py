@@ -4,9 +4,9 @@ multiply-adds.
 The configuration fixes the order in which K is summed, so a row has the same bits at any place
 among the others:
 
-- on matrix units (DOT) the weight stands on the left, ``W zᵀ``, and up to 16 rows are columns of
-  the smallest matrix instruction; each output has SUMS running sums, of which sum s takes part s of
-  every BLOCK_K elements, and the sums are added in pairs at the end;
+- on matrix units (DOT) the weight stands on the left, ``W zᵀ``, and rows are columns of the
+  smallest matrix instruction, however many there are; each output has SUMS running sums, of which
+  sum s takes part s of every BLOCK_K elements, and the sums are added in pairs at the end;
 - else each row, output and lane of BLOCK_K has one running sum, and the lanes are added in pairs at
   the end.
 

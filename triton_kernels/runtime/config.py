@@ -20,7 +20,7 @@ class Config:
     """How the linear kernels are compiled.
 
     dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows per program, on matrix
-        units twice as many if there are more;
+        units twice as many for more than ``block_m`` rows of one stream;
     block_n: outputs per program (for multiply-adds: with up to 4 rows, fewer with more);
     block_k: elements of K per step, a multiple of 64; num_warps, num_stages: Triton's; fused: a
         program computes up to so many coefficients z·v itself; more are computed by a launch before
