@@ -87,7 +87,7 @@ def plan_experts(
     out_dtype: torch.dtype | None,
     config: Config | None = None,
 ) -> Launch:
-    """Plan y (M, k, N) from x, weight, expert and bias; config: that of few rows by default."""
+    """Plan y (M, k, N) from x, weight, expert and bias; config: the table's by default."""
     config = config or config_for(gpu_name(x.device), weight.dtype, weight.shape[1])
     (rows, chosen), (experts, n, k) = expert.shape, weight.shape
     x_strides = (x.stride(0), 0, x.stride(1)) if x.dim() == 2 else x.stride()
