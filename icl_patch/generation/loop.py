@@ -29,7 +29,9 @@ from icl_patch.generation.compiled_step import (
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.plans import StepPlans
 from icl_patch.models.forward import (
+    CACHE_NAMES,
     MediaPositions,
+    cache_in,
     check_last_type,
     media_positions,
     needs_media_positions,
@@ -77,10 +79,9 @@ class GenerationStep:
 
 # Arguments that transformers' generate adds to the model's inputs.
 _GENERATE_ARGUMENTS = (
+    *CACHE_NAMES,
     "attention_mask",
     "position_ids",
-    "past_key_values",
-    "cache_params",
     "use_cache",
     "logits_to_keep",
     "synced_gpus",
@@ -101,7 +102,7 @@ def _checked(
         )
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    cache: Any = model_kwargs.get("past_key_values")
+    cache = cache_in(model_kwargs)
     if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
         got = config.cache_implementation or type(cache).__name__
         raise ValueError(f"expected a dynamic cache, got {got}: compile=True makes a static one")

@@ -13,15 +13,18 @@ from transformers import Cache, PreTrainedModel
 from icl_patch.models.positions import first_position
 from icl_patch.models.recurrent_state import is_recurrent, module_states
 
+# What a model calls its cache of the tokens before, as an input and as an output: the first name
+# since transformers 5.24, the others before it and in classes of remote code.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
 # Inputs that we give ourselves or that exclude ids, and options that change the output.
 _OURS = {
+    *CACHE_NAMES,
     "input_ids",
     "inputs_embeds",
     "attention_mask",
     "position_ids",
     "cache_position",
-    "past_key_values",
-    "cache_params",
     "use_cache",
     "logits_to_keep",
     "labels",
@@ -70,7 +73,18 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model takes a cache of the tokens before."""
-    return bool({"past_key_values", "cache_params", "state"} & _all_inputs(model))
+    return bool({*CACHE_NAMES, "state"} & _all_inputs(model))
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The name of the model's input for the cache of the tokens before."""
+    names = _all_inputs(model)
+    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
+
+
+def cache_in(values: Mapping[str, Any]) -> Any:
+    """The cache among a model's inputs or outputs, by any of its names; None if there is none."""
+    return next((values[name] for name in CACHE_NAMES if name in values), None)
 
 
 def drafts_for_another(model: PreTrainedModel) -> bool:
@@ -225,8 +239,7 @@ def inputs(
 ) -> dict[str, Any]:
     """The inputs of a model's forward for :func:`call`, by the names of its class."""
     names = _inputs_of(type(model).forward)
-    attentionless = "cache_params" in names  # it masks the tokens it is given, not those before
-    if attentionless:
+    if cache.layers and all(cache.is_linear):  # it masks the tokens it is given, not those before
         mask = mask[:, -ids.shape[1] :]
     elif cache.is_compileable and hasattr(
         sys.modules[type(model).__module__], "build_alibi_tensor"
@@ -235,7 +248,7 @@ def inputs(
         # alibi has a number for every place in a static cache
         mask = F.pad(mask, (0, width - mask.shape[1]))
     given: dict[str, Any] = {"input_ids": ids, "use_cache": True, "attention_mask": mask.long()}
-    given["cache_params" if attentionless else "past_key_values"] = cache
+    given[cache_name(model)] = cache
     if "position_ids" in names and positions is not None:
         first = first_position(model)
         given["position_ids"] = positions + first if first else positions

@@ -8,7 +8,7 @@ from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import device_of, offloaded
-from icl_patch.models.forward import drafts_for_another, takes_cache
+from icl_patch.models.forward import cache_in, drafts_for_another, takes_cache
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.language_model import random_tokens, vocabulary
 from icl_patch.models.pipeline import is_elsewhere, is_last
@@ -202,7 +202,7 @@ def explain_failure(model: PreTrainedModel, error: Exception) -> str:
         other = model(torch.cat([ids[:, :-1], ids[:, :1]], 1)).logits  # another last token
     except Exception:  # what it said first says more
         return refusal or f"{raw} (it fails on token ids alone: choose a model that needs no more)"
-    logits, cache = output.logits, output.get("past_key_values", output.get("cache_params"))
+    logits, cache = output.logits, cache_in(output)
     changed = (other - logits)[:, :-1].abs().max()
     if changed > rounding_limit(logits.dtype) * logits.abs().max():
         return (

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.layers.device_hooks import device_of
-from icl_patch.models.forward import call
+from icl_patch.models.forward import CACHE_NAMES, call
 from icl_patch.models.kv_cache import new_cache
 
 # Inputs that only a layer that sees the context gets.
 _CONTEXT_INPUTS = (
+    *CACHE_NAMES,
     "attention_mask",
-    "past_key_values",
     "past_key_value",
     "layer_past",
-    "cache_params",
     "position_embeddings",
     "alibi",
 )
