@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from icl_patch.models.forward import cache_name
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.parameter_changes import parameter_changes
 
@@ -38,10 +39,11 @@ def plain_step(model: PreTrainedModel, ids: Tensor) -> Step:
     """The model's own step, as ``model.generate`` takes it."""
     run: Any = model
     cache, token = DynamicCache(config=model.config), ids[:, -1:].clone()
-    run(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    given = {cache_name(model): cache, "logits_to_keep": 1}
+    run(ids[:, :-1], **given)
     cache.activate_past_recording()  # so that it can be cropped by a token
     return repeatable(
-        lambda: run(token, past_key_values=cache, logits_to_keep=1).logits[:, -1],
+        lambda: run(token, **given).logits[:, -1],
         lambda: cache.crop(-1),
     )
 
@@ -55,7 +57,8 @@ def compiled_step(model: PreTrainedModel, ids: Tensor) -> Step:
     """
     model_run: Any = model
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1])
-    model_run(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    given = {cache_name(model): cache, "logits_to_keep": 1}
+    model_run(ids[:, :-1], **given)
     layers: list[Any] = cache.layers
     windows = [layer for layer in layers if layer.is_sliding]
     full = [layer for layer in windows if layer.cumulative_length_int >= layer.max_cache_len]
@@ -70,9 +73,7 @@ def compiled_step(model: PreTrainedModel, ids: Tensor) -> Step:
             layer.cumulative_length_int -= 1
 
     def run() -> Tensor:
-        logits: Tensor = model_run(
-            token, position_ids=position, past_key_values=cache, logits_to_keep=1
-        ).logits[:, -1]
+        logits: Tensor = model_run(token, position_ids=position, **given).logits[:, -1]
         return logits
 
     step = repeatable(torch.compile(run, fullgraph=True, dynamic=False), rewind)

@@ -34,6 +34,7 @@ from icl_patch.bench.results import environment
 from icl_patch.errors import RankError
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.loading import load_model
+from icl_patch.models.forward import cache_in
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data"
@@ -73,7 +74,7 @@ def patch_bytes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         config.layer_types = config.layer_types[:1]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    cache = model(torch.tensor([[5]]), use_cache=True).past_key_values.layers[0]
+    cache = cache_in(model(torch.tensor([[5]]), use_cache=True)).layers[0]
     found = {}
     for update in ("stable", "exact"):
         with ContextPatcher(model, update) as patcher:

@@ -34,6 +34,7 @@ from transformers import DynamicCache
 from icl_patch import ContextPatch, ContextPatcher, batch_invariant
 from icl_patch.bench.results import code_fingerprint, environment
 from icl_patch.evaluation.loading import load_model
+from icl_patch.models.forward import cache_name
 from icl_patch.models.language_model import position_limit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,7 +152,11 @@ def call(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache, **further: 
     """One call on tokens (B, T) over a cache, with the mask (B, S) of all tokens so far."""
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(
-        ids, attention_mask=mask, position_ids=positions, past_key_values=cache, **further
+        ids,
+        attention_mask=mask,
+        position_ids=positions,
+        **{cache_name(model): cache},
+        **further,
     ).logits
 
 

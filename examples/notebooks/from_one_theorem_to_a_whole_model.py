@@ -328,8 +328,8 @@ without the context, have every bit that the unmodified model gives with it.
 """
 
 # %%
-cache = model(context_ids, use_cache=True).past_key_values
-expected = model(question_ids, past_key_values=cache).logits
+cache = model(context_ids, use_cache=True)[1]
+expected = model(question_ids, None, None, cache).logits  # no mask and no positions of our own
 with ContextPatcher(model, tokenizer=tokenizer) as patcher:
     patch = patcher.compute(context_ids, question_ids)
     replayed = patcher.forward(question_ids, patch)

@@ -211,8 +211,8 @@ heat_map(axes, steps, context, "step, % of the weights")
 show(figure, "growth")
 print(f"chance of {word!r}: {chance[0]:.2g} without the context, {chance[-1]:.2g} with it")
 
-cache = model(context_ids, use_cache=True).past_key_values
-last = model(patch.kept_ids, past_key_values=cache).logits[0, start + chosen].softmax(-1)
+cache = model(context_ids, use_cache=True)[1]
+last = model(patch.kept_ids, None, None, cache).logits[0, start + chosen].softmax(-1)
 assert abs(chance[-1] - last[words[chosen]]) < 1e-3
 assert chance[-1] > chance[0]
 

@@ -32,6 +32,7 @@ from icl_patch.analysis.steering import (
 )
 from icl_patch.analysis.transfer import on_other_weights
 from icl_patch.evaluation.loading import load_model
+from icl_patch.models.forward import cache_name
 
 STEPS = (0, 1, 4, 16, 64)
 """Steps of fine-tuning after which the patches are tried."""
@@ -80,10 +81,10 @@ class Discussion:
         """Of a patch's question at its positions behind the first token alone, steered or not:
         (T, V).
         """
-        cache = DynamicCache(config=model.config)
-        model(patch.prefix_ids, past_key_values=cache)
+        given = {cache_name(model): DynamicCache(config=model.config)}
+        model(patch.prefix_ids, **given)
         with steered(model, patch.blocks, vectors) if vectors is not None else nullcontext():
-            out = model(patch.kept_ids, past_key_values=cache, position_ids=patch.position_ids)
+            out = model(patch.kept_ids, **given, position_ids=patch.position_ids)
         return out.logits[0]
 
     def patch(self, prompt: Prompt, *contexts: Sequence[int]) -> ContextPatch:

@@ -175,6 +175,8 @@ def one_token_attention(
         return None
     if not ops.has_kernels(query.device.type):
         return None
+    if not query.dtype == key.dtype == value.dtype:  # under autocast
+        return None
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):
             return None

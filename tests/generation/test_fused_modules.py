@@ -23,6 +23,7 @@ from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.fused_modules import NormBefore, fused_modules
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
+from icl_patch.models.forward import cache_name
 from icl_patch.models.forward_override import FusedModule
 
 LAYERS = 4
@@ -98,9 +99,9 @@ def test_a_step_takes_fewer_operators_than_the_models_own(family: str) -> None:
     cache = DynamicCache(config=model.config)
     run: Any = model
     with torch.no_grad():
-        run(ids[:, :-1], past_key_values=cache)
+        run(ids[:, :-1], **{cache_name(model): cache})
         with _Counted() as own:
-            run(ids[:, -1:], past_key_values=cache)
+            run(ids[:, -1:], **{cache_name(model): cache})
     with ContextPatcher(model, "stable") as patcher:
         state = prefilled(
             patcher, ids, torch.ones_like(ids, dtype=torch.bool), 10, DecodeMode.SHARED_CACHE

@@ -28,6 +28,7 @@ from icl_patch import ContextPatcher, ControllabilityError, metrics
 from icl_patch.evaluation import embedded
 from icl_patch.generation.loop import GenerationStep
 from icl_patch.models import kv_cache
+from icl_patch.models.forward import cache_name
 
 MASK = ragged(3, 9, side="left")
 
@@ -301,7 +302,7 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
                 patcher.generate(ids, position_ids=others, **arguments)
         cache = StaticCache(config=patcher.model.config, max_cache_len=20)
         with pytest.raises(ValueError, match="expected a dynamic cache, got StaticCache"):
-            patcher.generate(ids, past_key_values=cache, **arguments)
+            patcher.generate(ids, **{cache_name(patcher.model): cache}, **arguments)
         with pytest.raises(ValueError, match="expected a dynamic cache, got static"):
             patcher.generate(ids, cache_implementation="static", **arguments)
         # else transformers fails for want of a device before we are asked

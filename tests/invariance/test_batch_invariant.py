@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation.tiny_models import build
+from icl_patch.models.forward import cache_name
 
 WIDTH = 40
 LENGTHS = [WIDTH, 4, WIDTH, 29, WIDTH, 2, 17] * 5  # of the prompts, 35 rows
@@ -33,7 +34,7 @@ def log_probabilities(
     for step in range(3):
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -token.shape[1] :]
         given = {"attention_mask": mask.long(), "position_ids": positions}
-        logits = model(token, past_key_values=cache, **given).logits[:, -1]
+        logits = model(token, **{cache_name(model): cache}, **given).logits[:, -1]
         out.append(logits.log_softmax(-1))
         token = (ids[:, -1:] + step) % model.config.vocab_size
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)

@@ -26,6 +26,7 @@ from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Writer
+from icl_patch.models.forward import cache_in, cache_name
 
 # -- what is read from a model
 
@@ -92,11 +93,11 @@ class Broken(LlamaForCausalLM):
 class OwnCache(LlamaForCausalLM):
     """Returns a state that is no cache of transformers."""
 
-    def forward(self, input_ids: Any = None, *, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None:
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        if cache_in(kwargs) is not None:
             raise TypeError("my own, please")
-        output = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
-        output.past_key_values = {"mine": output.past_key_values}
+        output = super().forward(input_ids, **kwargs)
+        output[cache_name(self)] = {"mine": cache_in(output)}
         return output
 
 
@@ -194,7 +195,7 @@ def with_image(
 def image_logits(
     model: nn.Module, context: Tensor, kept: Tensor, inputs: dict[str, Tensor]
 ) -> Tensor:
-    cached: Any = {"past_key_values": DynamicCache(config=model.config), "use_cache": True}
+    cached: Any = {cache_name(model): DynamicCache(config=model.config), "use_cache": True}
     model(input_ids=context, **cached, **inputs)
     positions = (context.shape[1] + torch.arange(kept.shape[1])).expand_as(kept)
     return model(input_ids=kept, position_ids=positions, **cached).logits

@@ -24,6 +24,7 @@ from icl_patch import (
     metrics,
 )
 from icl_patch.evaluation import tiny_models
+from icl_patch.models.forward import cache_in, cache_name
 from icl_patch.tolerances import noise_limit
 
 CONTEXT, KEPT = tokens(0, 2, 6), tokens(1, 2, 2)
@@ -105,8 +106,8 @@ def with_context(model: Any, register: Register, path: str) -> Tensor:
     ids = IDS % model.config.get_text_config().vocab_size
     handle = register(model.get_submodule(path))
     try:
-        cache = model(ids[:, : CONTEXT.shape[1]], use_cache=True).past_key_values
-        return model(ids[:, CONTEXT.shape[1] :], past_key_values=cache).logits
+        cache = cache_in(model(ids[:, : CONTEXT.shape[1]], use_cache=True))
+        return model(ids[:, CONTEXT.shape[1] :], **{cache_name(model): cache}).logits
     finally:
         if handle is not None:
             handle.remove()

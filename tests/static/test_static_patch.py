@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, static
 from icl_patch.errors import StaticPatchWarning
+from icl_patch.models.forward import cache_in, cache_name
 from icl_patch.patch.fingerprints import weight_fingerprint
 from icl_patch.static import LowRank, StaticInfo, StaticPatch
 
@@ -174,8 +175,8 @@ def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
     other = torch.tensor([[5, 6, 7], [6, 8, 9]])
     with patch.applied(model), warnings.catch_warnings():
         warnings.simplefilter("error", StaticPatchWarning)
-        cache = model(begins, use_cache=True).past_key_values
-        model(torch.tensor([[6], [6]]), past_key_values=cache)  # goes on from a front
+        cache = cache_in(model(begins, use_cache=True))
+        model(torch.tensor([[6], [6]]), **{cache_name(model): cache})  # goes on from a front
         model(input_ids=padded, attention_mask=(padded != 0).long())
         with pytest.raises(StaticPatchWarning, match=r"begin with the token 5, .* begins with 6"):
             model(other)

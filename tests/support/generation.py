@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from icl_patch import ContextPatcher
 from icl_patch.generation.decode_step import DecodeState, prefill
 from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.models.forward import cache_name
 from icl_patch.recording import decode_recorder, updates
 
 
@@ -42,8 +43,8 @@ def own_steps(
     """
     cache, positions = DynamicCache(config=model.config), (mask.long().cumsum(1) - 1).clamp(min=0)
     before = {"attention_mask": mask[:, :-1].long(), "position_ids": positions[:, :-1]}
-    model(ids[:, :-1], past_key_values=cache, **before)
-    token, given = ids[:, -1:], {"past_key_values": cache, "position_ids": positions[:, -1:]}
+    model(ids[:, :-1], **{cache_name(model): cache}, **before)
+    token, given = ids[:, -1:], {cache_name(model): cache, "position_ids": positions[:, -1:]}
     for step in range(count):
         with around():
             logits = model(token, attention_mask=mask.long(), **given).logits[:, -1]

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from icl_patch.evaluation import tiny_models
+from icl_patch.models.forward import cache_name
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.recording.sequences import assemble
 
@@ -207,14 +208,12 @@ class Stock:
         self.names = inspect.signature(type(model).forward).parameters
 
     def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        if cache.layers and all(cache.is_linear):  # without attention
+            mask = mask[:, -ids.shape[1] :]
         inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": True}
         if "position_ids" in self.names:
             inputs["position_ids"] = positions
-        if "cache_params" in self.names:
-            inputs |= {"cache_params": cache, "attention_mask": mask[:, -ids.shape[1] :].long()}
-        else:
-            inputs["past_key_values"] = cache
-        return self.model(**inputs).logits
+        return self.model(**inputs, **{cache_name(self.model): cache}).logits
 
     @torch.no_grad()
     def logits(self, arguments: dict) -> Tensor:
