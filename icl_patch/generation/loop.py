@@ -36,6 +36,7 @@ from icl_patch.models.forward import (
     media_positions,
     needs_media_positions,
 )
+from icl_patch.models.kv_cache import is_empty
 from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
@@ -106,10 +107,10 @@ def _checked(
     if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
         got = config.cache_implementation or type(cache).__name__
         raise ValueError(f"expected a dynamic cache, got {got}: compile=True makes a static one")
-    if cache is not None and cache.get_seq_length() != 0:
+    if cache is not None and not is_empty(cache):
         raise ValueError(
-            f"expected an empty cache, got one of {int(cache.get_seq_length())} tokens: the context"
-            " is absorbed from its start"
+            "expected an empty cache, got one that has seen tokens: the context is absorbed from"
+            " its start"
         )
     model_inputs = {
         name: value

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from icl_patch.models.kv_cache import holds_states_alone
 from icl_patch.models.positions import first_position
 from icl_patch.models.recurrent_state import is_recurrent, module_states
 
@@ -239,7 +240,7 @@ def inputs(
 ) -> dict[str, Any]:
     """The inputs of a model's forward for :func:`call`, by the names of its class."""
     names = _inputs_of(type(model).forward)
-    if cache.layers and all(cache.is_linear):  # it masks the tokens it is given, not those before
+    if holds_states_alone(cache):  # it masks the tokens it is given, not those before
         mask = mask[:, -ids.shape[1] :]
     elif cache.is_compileable and hasattr(
         sys.modules[type(model).__module__], "build_alibi_tensor"

@@ -24,6 +24,18 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
+def holds_states_alone(cache: Cache) -> bool:
+    """Whether every layer of a cache is recurrent: none has keys and values, so none counts tokens."""
+    return bool(cache.layers) and all(cache.is_linear)
+
+
+def is_empty(cache: Cache) -> bool:
+    """Whether a cache has seen no token yet."""
+    if holds_states_alone(cache):
+        return not cache.has_previous_state()
+    return int(cache.get_seq_length()) == 0
+
+
 def append_empty(cache: Cache, start: int, count: int) -> None:
     """Put ``count`` slots of zeros behind the first ``start`` slots of a dynamic cache, in place;
     later slots are dropped.

@@ -19,6 +19,7 @@ from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.forward import cache_in
+from icl_patch.models.kv_cache import is_empty
 from icl_patch.models.language_model import family_of
 from icl_patch.models.prompts import Tokens
 from icl_patch.models.ranks import check_one_process
@@ -348,7 +349,7 @@ def _checked_front(model: PreTrainedModel, front: int) -> Iterator[None]:
             return
         ids = args[0] if args else kwargs.get("input_ids")
         cache = cache_in(kwargs)
-        if ids is None or (cache is not None and cache.get_seq_length() > 0):
+        if ids is None or (cache is not None and not is_empty(cache)):
             return
         mask = kwargs.get("attention_mask")
         first = ids[:, 0]

@@ -22,6 +22,7 @@ from transformers import (
 
 from icl_patch.evaluation import tiny_models
 from icl_patch.models.forward import cache_name
+from icl_patch.models.kv_cache import holds_states_alone
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.recording.sequences import assemble
 
@@ -208,7 +209,7 @@ class Stock:
         self.names = inspect.signature(type(model).forward).parameters
 
     def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        if cache.layers and all(cache.is_linear):  # without attention
+        if holds_states_alone(cache):
             mask = mask[:, -ids.shape[1] :]
         inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": True}
         if "position_ids" in self.names:
