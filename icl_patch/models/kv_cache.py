@@ -25,7 +25,7 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def holds_states_alone(cache: Cache) -> bool:
-    """Whether every layer of a cache is recurrent: none has keys and values, so none counts tokens."""
+    """Whether every layer of a cache is recurrent, so that none has keys or counts tokens."""
     return bool(cache.layers) and all(cache.is_linear)
 
 
