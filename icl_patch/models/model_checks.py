@@ -3,9 +3,11 @@ instead.
 """
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from icl_patch._version import __version__
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import device_of, offloaded
 from icl_patch.models.forward import cache_in, drafts_for_another, takes_cache
@@ -14,6 +16,29 @@ from icl_patch.models.language_model import random_tokens, vocabulary
 from icl_patch.models.pipeline import is_elsewhere, is_last
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.tolerances import rounding_limit
+
+
+# The oldest and the newest version of transformers that the tests run with.
+TESTED = "5.17", "5.24"
+
+
+def untested_version() -> str:
+    """A note for a refusal where transformers is newer than the tests know, else empty: the model
+    may be fine, and its class may have changed.
+    """
+    installed = transformers.__version__
+    if _numbers(installed) <= _numbers(TESTED[1]):
+        return ""
+    return (
+        f". transformers {installed} is installed, and icl-patch {__version__} was tested with"
+        f" {TESTED[0]} to {TESTED[1]}: if the model should work, install transformers {TESTED[1]},"
+        " or a newer icl-patch"
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(major, minor) of a version."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def check_language_model(model: object) -> None:
@@ -34,7 +59,7 @@ def check_language_model(model: object) -> None:
         raise UnsupportedModelError(
             f"expected a model with a cache, {type(model).__name__} has none: a replay starts from"
             " a cache of the tokens that stay. Choose a causal language model with a cache"
-            " (encoders, such as DistilBERT, have none)"
+            f" (encoders, such as DistilBERT, have none){untested_version()}"
         )
     if drafts_for_another(model):
         raise UnsupportedModelError(
@@ -190,6 +215,10 @@ def explain_failure(model: PreTrainedModel, error: Exception) -> str:
 
     Runs the model on a few random tokens. Only a failure calls for this.
     """
+    return _reason(model, error) + untested_version()
+
+
+def _reason(model: PreTrainedModel, error: Exception) -> str:
     name = type(model).__name__
     refusal = str(error) if isinstance(error, UnsupportedModelError) else None
     raw = (

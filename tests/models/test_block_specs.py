@@ -24,9 +24,12 @@ from icl_patch.evaluation import tiny_models
 from icl_patch.generation.compiled_step import use_compiled_step
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.models import model_checks
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Writer
 from icl_patch.models.forward import cache_in, cache_name
+
+REPOSITORY = Path(__file__).parents[2]
 
 # -- what is read from a model
 
@@ -113,6 +116,31 @@ def test_a_model_that_fails_is_refused_with_its_own_words(kind: type[LlamaForCau
     model = build("llama", 0, num_hidden_layers=1)
     model.__class__ = kind
     refuses(model, FAILING[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Broken, shallow("llama").config),
+        (transformers.DistilBertForMaskedLM, transformers.DistilBertConfig(dim=24, n_layers=1)),
+    ],
+)
+def test_a_refusal_names_a_version_of_transformers_that_no_test_knows(
+    kind: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class may have changed there, as when 5.24 renamed the cache."""
+    model = kind(config).eval()
+    monkeypatch.setattr(transformers, "__version__", "5.100.0.dev0")
+    refuses(model, r"transformers 5\.100\.0\.dev0 is installed, .*install transformers 5\.24")
+    monkeypatch.setattr(transformers, "__version__", model_checks.TESTED[1] + ".3")
+    refuses(model, r"^((?!installed).)*$")
+
+
+def test_the_versions_of_transformers_that_are_tested() -> None:
+    """A refusal names the bounds that pyproject.toml and requirements.txt have."""
+    oldest, newest = model_checks.TESTED
+    assert f'"transformers>={oldest}",' in (REPOSITORY / "pyproject.toml").read_text()
+    assert f"\ntransformers=={newest}." in (REPOSITORY / "requirements.txt").read_text()
 
 
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertLMHeadModel"])
@@ -249,7 +277,7 @@ def quantise(model: nn.Module, kind: str) -> None:
                 if isinstance(child, nn.Linear) and child is not model.lm_head:
                     setattr(module, name, Int8Linear(child))
         return
-    sys.path.append(str(Path(__file__).parents[2] / "build" / "torchao"))  # where make test puts it
+    sys.path.append(str(REPOSITORY / "build" / "torchao"))  # where make test puts it
     torchao = pytest.importorskip("torchao.quantization", reason="needs torchao")
     if kind == "int8":
         config = torchao.Int8WeightOnlyConfig()
