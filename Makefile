@@ -8,7 +8,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress ranks splits real-model real discussion mutants kernels bits bits-compare bench sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
+.PHONY: FORCE help demo test oldest newest stress ranks splits real-model real discussion mutants kernels bits bits-compare bench sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,15 +31,18 @@ build/torchao: | $(RUN)
 test: $(RUN) build/torchao build/peft build/gguf ## the whole test suite, on as many cores as there are
 	$(RUN) -m pytest $$($(RUN) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
 
-build/oldest/installed: pyproject.toml
+build/oldest/installed build/newest/installed: pyproject.toml
 	rm -rf $(@D)
 	@mkdir -p $(@D)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) tools/requirements.py oldest)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) tools/requirements.py $(notdir $(@D)))
 	touch $@
 
 oldest: build/oldest/installed ## the test suite with the oldest versions that pyproject.toml allows; installs gigabytes, CUDA's libraries among them
-	$(MAKE) PYTHON=$(CURDIR)/build/oldest/bin/python test
+	$(MAKE) PYTHON=$(CURDIR)/build/$@/bin/python test
+
+newest: build/newest/installed ## the test suite with the newest versions that pip finds; installs gigabytes, too
+	$(MAKE) PYTHON=$(CURDIR)/build/$@/bin/python test
 
 stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model; a run over a data set, killed 100 times; every family, on more random numbers too
 	$(RUN) -m pytest -m stress

@@ -2,6 +2,7 @@
 
 python tools/requirements.py met     # exit 0 if this interpreter meets them, else name the others
 python tools/requirements.py oldest  # the oldest versions allowed, for pip
+python tools/requirements.py newest  # any versions allowed, of which pip takes the newest
 python tools/requirements.py docs    # those of the extra docs, for pip
 """
 
@@ -38,10 +39,11 @@ match sys.argv[1:]:
     case ["met"]:
         if lacking := [name for name in needed + build if not is_met(Requirement(name))]:
             sys.exit(f"setup: {sys.executable} lacks {', '.join(lacking)}")
-    case ["oldest"]:
+    case [("oldest" | "newest") as age]:
         tests = [name for name in extras["test"] if "torchao" not in name]
-        print(*dict.fromkeys(oldest(Requirement(name)) for name in needed + tests), *build)
+        wanted = dict.fromkeys(Requirement(name) for name in needed + tests)
+        print(*dict.fromkeys(oldest(x) if age == "oldest" else x.name for x in wanted), *build)
     case ["docs"]:
         print(*extras["docs"])
     case arguments:
-        sys.exit(f"expected met, oldest or docs, got {' '.join(arguments) or 'nothing'}")
+        sys.exit(f"expected met, oldest, newest or docs, got {' '.join(arguments) or 'nothing'}")

@@ -86,6 +86,8 @@ def _direction_kernel(
         squares = tl.fma(z.to(tl.float64), z.to(tl.float64), squares)
         largest = tl.maximum(largest, tl.abs(z))
     inverse = inverse_of(norm2(squares), tl.max(largest).to(tl.float64))
+    one = tl.arange(0, 1)
+    tl.store(inverse_ptr + m + one, narrowed(inverse))
     for j in tl.range(0, ROUNDS):
         offs_k = first + j * WIDTH
         z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
@@ -97,8 +99,6 @@ def _direction_kernel(
             offs_k = lanes + (j + i) * LANES
             z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
             partial = tl.fma(z, along(z, inverse[:, None]), partial)
-    one = tl.arange(0, 1)
-    tl.store(inverse_ptr + m + one, narrowed(inverse))
     tl.store(coeff_ptr + m + one, pair_sum(add_segments(partial, SEGMENTS), LANE_BITS))
 
 
