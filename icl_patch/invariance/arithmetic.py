@@ -21,6 +21,7 @@ from icl_patch.layers.attachment import turn_of
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.product_interception import Replacing
 from icl_patch.layers.rms_norm import rms_norms
+from icl_patch.models.attention_mask import padding_sees_nothing
 from icl_patch.models.forward_override import Forward, ForwardOverrides, FusedModule
 from icl_patch.models.recurrent_state import is_recurrent
 
@@ -60,8 +61,13 @@ def running_in(
         yield
         return
     table = {**ROW_FUNCTIONS, **(ATTENTION if attention else ONE_TOKEN_ATTENTION)}
-    # the norms' forwards of another thread's call would be in the way
-    with turn_of(model), _products(), Replacing(table), ForwardOverrides(_norms(model)):
+    with ExitStack() as stack:
+        # the norms' forwards of another thread's call would be in the way
+        stack.enter_context(turn_of(model))
+        if attention:
+            stack.enter_context(padding_sees_nothing())
+        for context in (_products(), Replacing(table), ForwardOverrides(_norms(model))):
+            stack.enter_context(context)
         yield
 
 

@@ -29,7 +29,8 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
     model, but not the same bits.
 
     The context covers calls of the model in this thread; those of several threads take turns. A few
-    random tokens are run first, alone and in batches, and compared bit for bit.
+    random tokens are run first, alone and in batches, and compared bit for bit. A copy of the model
+    that is made within is a plain model.
 
     Args:
         model: a causal language model of transformers in fp32, bf16 or fp16, with attention

@@ -105,6 +105,13 @@ class PatchedModule(nn.Module):
                 raise
             return getattr(self.base_layer, name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy of an attached model is a plain one: it has the base module."""
+        if self.attachment is None:
+            return super().__reduce_ex__(protocol)
+        self.attachment.check_copy()
+        return _itself, (self.base_layer,)
+
     def train(self, mode: bool = True) -> "PatchedModule":
         """Set the mode of this module and its base."""
         self.base_layer.train(mode)
@@ -191,6 +198,10 @@ class PatchedModule(nn.Module):
     def extra_repr(self) -> str:
         """The base module."""
         return f"{type(self.base_layer).__name__}({self.base_layer.extra_repr()})"
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def with_base(module: nn.Module) -> tuple[nn.Module, ...]:

@@ -2,10 +2,13 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from support import realistic_weights
+from support.copies import COPIES, check_plain, pickled
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -74,6 +77,28 @@ def test_generation_within_it_and_the_model_afterwards() -> None:
     assert torch.equal(together[:1], alone)
     assert "forward" not in vars(model)
     assert torch.equal(log_probabilities(model, ids, mask), before)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_copy_made_within_is_a_plain_model(attached: bool) -> None:
+    """Of a call too, which replaces the norms' forwards."""
+    model: Any = build("llama")
+    ids, copies = prompts(model)[0][:2], list[Any]()
+    expected = model(ids).logits
+    with ContextPatcher(model) if attached else nullcontext(), batch_invariant(model):
+        copies += [copied(model) for copied in COPIES]
+        hook = model.model.norm.register_forward_hook(
+            lambda *_: copies.append(pickled(model.lm_head))
+        )
+        with torch.no_grad(), hook:
+            model(ids)
+    for twin in copies[:-1]:
+        check_plain(twin)
+        twin.lm_head.weight.data.mul_(2)
+        logits = twin(ids).logits
+        assert torch.equal(logits, 2 * expected)
+        logits.sum().backward()
+        assert twin.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
 
 
 class _MixesRows(nn.Module):
