@@ -74,8 +74,9 @@ def _run(
 
 
 def _self_check(model: PreTrainedModel, attention: bool) -> None:
-    """Compare rows alone with the same rows in batches, bit for bit. Without batch-invariant
-    attention these are rows of one token, which attends to itself alone.
+    """Compare rows alone with the same rows in batches, bit for bit, with padding before and
+    behind. Without batch-invariant attention these are rows of one token, which attends to itself
+    alone.
     """
     width = min(67, position_limit(model)) if attention else 1
     ids = torch.cat([random_tokens(model, width, seed) for seed in range(3)])[:5]
@@ -86,12 +87,21 @@ def _self_check(model: PreTrainedModel, attention: bool) -> None:
     for rows in ([0, 1, 2, 3, 4], [4, 3, 0], [1, 2]):
         together = _logits(model, ids[rows], mask[rows])
         for place, row in enumerate(rows):
-            if not torch.equal(together[place], alone[row][0]):
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} has rows that depend on their batch: row {place} of"
-                    f" {len(rows)} differs from the same row alone by up to"
-                    f" {(together[place] - alone[row][0]).abs().max():.1g}"
-                )
+            _check_equal(model, together[place], alone[row][0], f"row {place} of {len(rows)}")
+    if (first := lengths[1] - 2) > 0:  # the tokens in the first of the row's calls alone
+        behind = ids[1].roll(lengths[1]), torch.arange(width, device=ids.device) < first
+        ids, mask = (torch.stack([x[0], y]) for x, y in zip((ids, mask), behind, strict=True))
+        with torch.no_grad():
+            logits = call(model, ids, mask, _positions(mask), new_cache(model))
+        _check_equal(model, logits[1, first - 1], alone[1][0, 0], "a row before padding")
+
+
+def _check_equal(model: PreTrainedModel, together: Tensor, alone: Tensor, row: str) -> None:
+    if not torch.equal(together, alone):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has rows that depend on their batch: {row} differs from the"
+            f" same row alone by up to {(together - alone).abs().max():.1g}"
+        )
 
 
 @torch.no_grad()
@@ -100,7 +110,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> 
     prompt of one token, (B, 1, V).
     """
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    positions, cache = (mask.long().cumsum(1) - 1).clamp(min=0), new_cache(model)
+    positions, cache = _positions(mask), new_cache(model)
     width = ids.shape[1]
     ends = range(max(1, width - 2), width + 1)
     parts = [slice(start, end) for start, end in zip((0, *ends), ends, strict=False)]
@@ -109,3 +119,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> 
         for part in parts
     ]
     return torch.cat(logits, 1)
+
+
+def _positions(mask: Tensor) -> Tensor:
+    return (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -277,7 +277,10 @@ def _attend_alone(
     if not visible.numel():
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     mask = None if visible.all() else visible
-    if mask is None and (y := one_token_attention(query, key, value, None, scale=scale)) is not None:
+    if (
+        mask is None
+        and (y := one_token_attention(query, key, value, None, scale=scale)) is not None
+    ):
         return y
     is_causal = mask is not None and bool((visible == torch.ones_like(visible).tril()).all())
     return _attend(query, key, value, None if is_causal else mask, is_causal, scale)
