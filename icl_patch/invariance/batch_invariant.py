@@ -1,7 +1,8 @@
 """Running a model so that a row's bits do not depend on the rows beside it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, reason_against, running_in
-from icl_patch.models.forward import call
+from icl_patch.layers.device_hooks import input_device
+from icl_patch.models.forward import cache_in, call
 from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.kv_cache import new_cache
-from icl_patch.models.language_model import position_limit, random_tokens
+from icl_patch.models.language_model import check_length, position_limit, random_tokens
 from icl_patch.models.model_checks import check_language_model
+from icl_patch.models.positions import NO_LIMIT, rotated_by_row, steady_length, switch_lengths
 
 
 @contextmanager
@@ -66,11 +69,38 @@ def _run(
     """The model's forward ``own`` on batch-invariant functions."""
     if torch.is_grad_enabled():
         raise ValueError("expected a call within torch.no_grad(), got one with gradients enabled")
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if ids is not None and torch.is_autocast_enabled(ids.device.type):
+    if torch.is_autocast_enabled(input_device(model).type):
         raise ValueError("expected a call without torch.autocast, got one within it")
-    with running_in(BATCH_INVARIANT, model, attention=attention):
+    given = dict(zip(inspect.signature(own).parameters, args, strict=False)) | kwargs
+    with running_in(BATCH_INVARIANT, model, attention=attention), _rotated_by_row(model, given):
         return own(*args, **kwargs)
+
+
+def _rotated_by_row(
+    model: PreTrainedModel, given: Mapping[str, Any]
+) -> AbstractContextManager[None]:
+    """A context in which a call with these inputs rotates each row as the row alone.
+
+    Raises:
+        ValueError: dynamic NTK rotates a call of this length by the calls before.
+    """
+    limit, switches = steady_length(model), switch_lengths(model)
+    tokens, mask, positions = map(given.get, ("input_ids", "attention_mask", "position_ids"))
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or not (switches or limit < NO_LIMIT):
+        return nullcontext()
+    width = tokens.shape[1]
+    if positions is None:
+        past = 0 if (cache := cache_in(given)) is None else cache.get_seq_length()
+        positions = past + torch.arange(width, device=tokens.device)[None]
+    if (longest := int(positions.max()) + 1) > limit:
+        check_length(model, longest)
+    if mask is None or mask.dim() != 2:
+        mask = torch.ones_like(positions)
+    lengths = torch.where(mask[:, -width:] != 0, positions + 1, 1).amax(-1)
+    if all(bool(((lengths > switch) == (longest > switch)).all()) for switch in switches):
+        return nullcontext()
+    return rotated_by_row(model, lengths)
 
 
 def _self_check(model: PreTrainedModel, attention: bool) -> None:
@@ -78,7 +108,7 @@ def _self_check(model: PreTrainedModel, attention: bool) -> None:
     behind. Without batch-invariant attention these are rows of one token, which attends to itself
     alone.
     """
-    width = min(67, position_limit(model)) if attention else 1
+    width = min(67, position_limit(model), *switch_lengths(model)) if attention else 1
     ids = torch.cat([random_tokens(model, width, seed) for seed in range(3)])[:5]
     lengths = [max(1, n) for n in (width, width - 2, width, width // 2 + 1, width - 1)]
     alone = [_logits(model, ids[row : row + 1, -length:]) for row, length in enumerate(lengths)]

@@ -34,6 +34,7 @@ from icl_patch.models.language_model import (
 )
 from icl_patch.models.model_checks import check_language_model, check_split, explain_failure
 from icl_patch.models.pipeline import stage_of
+from icl_patch.models.positions import check_one_side
 from icl_patch.models.ranks import Ranks, digest, on_all_ranks, ranks_of, versions
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.models.tensor_parallel import group_of
@@ -351,6 +352,7 @@ class AttachedModel:
                 f"expected rows of one length for {name}, whose logits for a padded row are others"
                 " than for the row alone, got padding on the left: compute each row by itself"
             )
+        check_one_side(self.model, sequences.mask.sum(1))
         if counts_slots(self.model) and sequences.tail_absorbed.any():
             raise ValueError(
                 f"expected one absorbed span for {name}, which numbers its tokens by their places"
