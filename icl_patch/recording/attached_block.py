@@ -14,7 +14,6 @@ from torch.utils._pytree import register_dataclass, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import Attachment, PassHook, WaitingForward
 from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.experts import PatchedExperts, patched_experts
@@ -336,7 +335,7 @@ class HasBlocks(Protocol):
     ranks: Ranks
 
     def empty_patch(
-        self, sequences: Sequences, passes: int, arithmetic: str = MODEL
+        self, sequences: Sequences, passes: int, arithmetic: str | None = None
     ) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import ExactnessWarning, RankError, UnsupportedModelError
-from icl_patch.invariance.arithmetic import MODEL
+from icl_patch.invariance.arithmetic import arithmetic_here
 from icl_patch.layers.attachment import as_pass
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models import kv_cache
@@ -522,9 +522,11 @@ class AttachedModel:
     # -- patches and their model
 
     def empty_patch(
-        self, sequences: Sequences, passes: int, arithmetic: str = MODEL
+        self, sequences: Sequences, passes: int, arithmetic: str | None = None
     ) -> ContextPatch:
-        """A patch of the kept tokens of ``sequences``, without factors."""
+        """A patch of the kept tokens of ``sequences``, without factors; by default in the
+        arithmetic of the model's own calls here.
+        """
         config, group = self.model.config, group_of(self.model)
         info = PatchInfo(
             model=config.name_or_path or type(self.model).__name__,
@@ -535,7 +537,7 @@ class AttachedModel:
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
-            arithmetic=arithmetic,
+            arithmetic=arithmetic or arithmetic_here(self.model),
             longest=int(sequences.longest),
             divisible=self.divisible,
             tensor_parallel=1 if group is None else group.size(),
