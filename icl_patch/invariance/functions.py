@@ -261,29 +261,25 @@ def _attend_by_row(
     out = query.new_zeros(*query.shape[:-1], value.shape[-1])
     queries, keys = (mask.any(dim).tolist() for dim in (2, 1))
     for row in range(len(query)):
-        asked, seen = _places(queries[row]), _places(keys[row])
-        visible = mask[row : row + 1, asked][:, :, seen].unsqueeze(1)
+        part, asked, seen = slice(row, row + 1), _places(queries[row]), _places(keys[row])
+        visible = mask[part, asked][:, :, seen].unsqueeze(1)
         if mask.shape[1] != query.shape[2]:  # one row of the mask for all queries
             asked = slice(None)
-        x = query[row : row + 1, :, asked], *(y[row : row + 1, :, seen] for y in (key, value))
-        out[row : row + 1, :, asked] = _attend_alone(*x, visible, scale)
+        if visible.numel():
+            own = key[part, :, seen], value[part, :, seen]
+            out[part, :, asked] = _attend_alone(query[part, :, asked], *own, visible, scale)
     return out
 
 
 def _attend_alone(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None
 ) -> Tensor:
-    """As a row does that has no padding."""
-    if not visible.numel():
-        return query.new_zeros(*query.shape[:-1], value.shape[-1])
-    mask = None if visible.all() else visible
-    if (
-        mask is None
-        and (y := one_token_attention(query, key, value, None, scale=scale)) is not None
-    ):
-        return y
-    is_causal = mask is not None and bool((visible == torch.ones_like(visible).tril()).all())
-    return _attend(query, key, value, None if is_causal else mask, is_causal, scale)
+    """Attention of a row's own tokens, as for the row without padding."""
+    if visible.all():
+        y = one_token_attention(query, key, value, None, scale=scale)
+        return _attend(query, key, value, None, False, scale) if y is None else y
+    is_causal = bool((visible == torch.ones_like(visible).tril()).all())
+    return _attend(query, key, value, None if is_causal else visible, is_causal, scale)
 
 
 def _places(flags: list[bool]) -> slice | list[int]:

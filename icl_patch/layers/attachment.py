@@ -209,7 +209,8 @@ def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
 
 def _reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """``module.__reduce_ex__(protocol)`` without the forwards that are ours."""
-    make, args, state, *rest = type(module).__reduce_ex__(module, protocol)
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    make, args, state, *rest = reduced
     state = {k: x for k, x in state.items() if k not in ("forward", "__reduce_ex__")}
     forward = below_passes(module)
     if isinstance(forward, WaitingForward):
