@@ -327,8 +327,8 @@ class ContextPatcher:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
         The change is right for the token, history and position that it was computed for, and for no
-        others. All threads see it, as they would see changed weights. Other calls of this patcher
-        are refused until the context ends.
+        others. All threads see it, as they would see changed weights. Other calls of this patcher,
+        and copies of the model, are refused until the context ends.
 
         Args:
             patch: a patch of this model. row, token: the kept token to take the change of; by

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from icl_patch.invariance.arithmetic import MODEL, running_in
+from icl_patch.invariance.arithmetic import arithmetic_here, running_in
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import media_positions, over_columns
 from icl_patch.recording import forward_passes
@@ -41,7 +41,7 @@ def baseline(
     keep_last: int = 0,
     inputs: Mapping[str, Tensor] | None = None,
     forced: Tensor | None = None,
-    arithmetic: str = MODEL,
+    arithmetic: str | None = None,
 ) -> BaselineRun:
     """Run the model with its context, ``steps`` tokens on.
 
@@ -51,8 +51,8 @@ def baseline(
     Args:
         inputs: the model's further inputs for the context.
         forced: tokens (B, steps) to follow; by default the greedy choice.
-        arithmetic: of the calls on the kept tokens, ``"model"`` or ``"batch_invariant"``; the
-            context runs in the model's own.
+        arithmetic: of the calls on the kept tokens, as ``"batch_invariant"``; the context runs in
+            that of the model's own calls here, which is the default.
     """
     context, logits, tokens = (ids, mask, inputs or {}, keep_last), [], []
     cache = None
@@ -61,7 +61,7 @@ def baseline(
         if cache is None or keep_last or switches(model, sequences):
             cache = kv_cache.new_cache(model)
             forward_passes.run_head(model, sequences, cache, **further)
-        with running_in(arithmetic, model):
+        with running_in(arithmetic or arithmetic_here(model), model):
             logits.append(forward_passes.run_tail(model, sequences, cache)[:, -1])
         tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
         ids, mask = extended(ids, mask, tokens[-1][:, None])

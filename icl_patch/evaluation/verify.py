@@ -39,6 +39,7 @@ from icl_patch.evaluation.exact_steps import (
 from icl_patch.evaluation.loading import default_context, encode_inputs, load_model
 from icl_patch.models.forward import check_last_type
 from icl_patch.models.language_model import check_length, check_vocabulary
+from icl_patch.models.positions import check_one_side
 from icl_patch.patch.serialization import check_update
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.attached_block import BlockActivations
@@ -226,12 +227,13 @@ def verify(
         context = default_context(loaded)
     ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat, system)
     check_context(ids, mask)
-    shortest = int(mask.sum(1).min())
-    if shortest <= keep_last + 1:
+    lengths = mask.sum(1)
+    if (shortest := int(lengths.min())) <= keep_last + 1:
         raise ValueError(
             f"expected contexts of more than {keep_last + 1} tokens, got one of {shortest}"
         )
-    check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
+    check_length(loaded, int(lengths.max()), max_new_tokens - 1)
+    check_one_side(loaded, lengths, max_new_tokens - 1)
     check_vocabulary(loaded, ids, mask)
     check_last_type(loaded, inputs)
 

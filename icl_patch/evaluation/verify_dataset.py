@@ -21,6 +21,7 @@ from icl_patch.errors import ControllabilityError
 from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.models.language_model import check_length
+from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import padded
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale import Columns
@@ -209,6 +210,8 @@ def verify_dataset(
 
     progress(0, total)
     rows = encoded()
+    if switch_lengths(loaded):  # in a batch of several lengths LongRoPE would go by the longest row
+        batch_rows = 1
     while batch := list(itertools.islice(rows, batch_rows)):
         verify_batch(batch)
         progress(len(reasons) + sum(map(len, numbers.values())), total)

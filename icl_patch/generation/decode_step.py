@@ -23,7 +23,7 @@ from icl_patch.generation.one_pass import (
     StepOutput,
 )
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, arithmetic_here
 from icl_patch.layers.attachment import as_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import MediaPositions, over_columns
@@ -270,7 +270,8 @@ def _closed_again(state: DecodeState, output: StepOutput) -> Computation:
 
 def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:
     """Makes the patch of a step when it is called: later, when the state has moved on."""
-    attached, arithmetic, fingerprint = state.attached, state.arithmetic, state.fingerprint
+    attached, fingerprint = state.attached, state.fingerprint
+    arithmetic = arithmetic_here(attached.model) if state.arithmetic == MODEL else state.arithmetic
     ids, context_mask, live, media = state.tokens, state.context_mask, state.live, state.media
     output = replace(output, activations=None)  # which only a miss needs
     blocks = tuple(attached.blocks)  # also if it is detached by then

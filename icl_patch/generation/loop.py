@@ -38,6 +38,7 @@ from icl_patch.models.forward import (
 )
 from icl_patch.models.kv_cache import is_empty
 from icl_patch.models.language_model import check_length, position_limit
+from icl_patch.models.positions import check_one_side
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
@@ -253,7 +254,9 @@ def _loop(
         with attached.attachment.exclusive():
             attached.agree("the prompt", (ids, mask), options=(mode, compilers))
             capacity = max(int(config.max_length), ids.shape[1] + 1)
-            check_length(model, int(mask.sum(1).max()), capacity - ids.shape[1])
+            lengths, new = mask.sum(1), capacity - ids.shape[1]
+            check_length(model, int(lengths.max()), new)
+            check_one_side(model, lengths, new - 1)  # the last token is not run
             if compilers:
                 check_compilable(attached, compilers)
             state = prefill(

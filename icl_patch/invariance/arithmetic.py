@@ -1,5 +1,5 @@
-"""The two arithmetics that a model can run in: its own, and one in which rows do not see their
-batch.
+"""The arithmetics that a model can run in: its own, with or without autocast, and one in which rows
+do not see their batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +21,13 @@ from icl_patch.layers.attachment import turn_of
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.product_interception import Replacing
 from icl_patch.layers.rms_norm import rms_norms
+from icl_patch.models.attention_mask import padding_sees_nothing
 from icl_patch.models.forward_override import Forward, ForwardOverrides, FusedModule
 from icl_patch.models.recurrent_state import is_recurrent
 
 MODEL, BATCH_INVARIANT = "model", "batch_invariant"
+_AUTOCAST = "autocast "
+ARITHMETICS = (MODEL, BATCH_INVARIANT, *(_AUTOCAST + name for name in ("bfloat16", "float16")))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of models that can run in the batch-invariant arithmetic."""
 
@@ -41,6 +44,14 @@ def reason_against(model: PreTrainedModel) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def arithmetic_here(model: PreTrainedModel) -> str:
+    """The arithmetic of the model's own calls at this place: under autocast or without."""
+    device = input_device(model).type
+    if not torch.is_autocast_enabled(device):
+        return MODEL
+    return _AUTOCAST + str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
 @contextmanager
 def running_in(
     arithmetic: str, model: PreTrainedModel, *, attention: bool = False
@@ -49,19 +60,27 @@ def running_in(
     one of a model is one thread's at a time.
 
     Args:
-        arithmetic: ``"model"``: torch's functions, as the model calls them.
+        arithmetic: ``"model"``: torch's functions, as the model calls them, without autocast.
+            ``"autocast bfloat16"`` and ``"autocast float16"``: the same under autocast.
             ``"batch_invariant"``: products, activations and RMSNorms in which a row's bits do not
             depend on the rows beside it.
         model: the model.
         attention: whether attention is batch-invariant for several tokens a row too, not for one
             alone. A token without a context attends to itself, and needs none of that.
     """
-    if arithmetic == MODEL:
-        yield
+    if arithmetic != BATCH_INVARIANT:
+        dtype = None if arithmetic == MODEL else getattr(torch, arithmetic.removeprefix(_AUTOCAST))
+        with torch.autocast(input_device(model).type, dtype, enabled=dtype is not None):
+            yield
         return
     table = {**ROW_FUNCTIONS, **(ATTENTION if attention else ONE_TOKEN_ATTENTION)}
-    # the norms' forwards of another thread's call would be in the way
-    with turn_of(model), _products(), Replacing(table), ForwardOverrides(_norms(model)):
+    with ExitStack() as stack:
+        # the norms' forwards of another thread's call would be in the way
+        stack.enter_context(turn_of(model))
+        if attention:
+            stack.enter_context(padding_sees_nothing())
+        for context in (_products(), Replacing(table), ForwardOverrides(_norms(model))):
+            stack.enter_context(context)
         yield
 
 

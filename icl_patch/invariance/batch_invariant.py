@@ -1,7 +1,8 @@
 """Running a model so that a row's bits do not depend on the rows beside it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, reason_against, running_in
-from icl_patch.models.forward import call
+from icl_patch.layers.device_hooks import input_device
+from icl_patch.models.forward import cache_in, call
 from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.kv_cache import new_cache
-from icl_patch.models.language_model import position_limit, random_tokens
+from icl_patch.models.language_model import check_length, position_limit, random_tokens
 from icl_patch.models.model_checks import check_language_model
+from icl_patch.models.positions import NO_LIMIT, rotated_by_row, steady_length, switch_lengths
 
 
 @contextmanager
@@ -29,7 +32,8 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
     model, but not the same bits.
 
     The context covers calls of the model in this thread; those of several threads take turns. A few
-    random tokens are run first, alone and in batches, and compared bit for bit.
+    random tokens are run first, alone and in batches, and compared bit for bit. A copy of the model
+    that is made within is a plain model.
 
     Args:
         model: a causal language model of transformers in fp32, bf16 or fp16, with attention
@@ -65,18 +69,46 @@ def _run(
     """The model's forward ``own`` on batch-invariant functions."""
     if torch.is_grad_enabled():
         raise ValueError("expected a call within torch.no_grad(), got one with gradients enabled")
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if ids is not None and torch.is_autocast_enabled(ids.device.type):
+    if torch.is_autocast_enabled(input_device(model).type):
         raise ValueError("expected a call without torch.autocast, got one within it")
-    with running_in(BATCH_INVARIANT, model, attention=attention):
+    given = dict(zip(inspect.signature(own).parameters, args, strict=False)) | kwargs
+    with running_in(BATCH_INVARIANT, model, attention=attention), _rotated_by_row(model, given):
         return own(*args, **kwargs)
 
 
-def _self_check(model: PreTrainedModel, attention: bool) -> None:
-    """Compare rows alone with the same rows in batches, bit for bit. Without batch-invariant
-    attention these are rows of one token, which attends to itself alone.
+def _rotated_by_row(
+    model: PreTrainedModel, given: Mapping[str, Any]
+) -> AbstractContextManager[None]:
+    """A context in which a call with these inputs rotates each row as the row alone.
+
+    Raises:
+        ValueError: dynamic NTK rotates a call of this length by the calls before.
     """
-    width = min(67, position_limit(model)) if attention else 1
+    limit, switches = steady_length(model), switch_lengths(model)
+    tokens, mask, positions = map(given.get, ("input_ids", "attention_mask", "position_ids"))
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or not (switches or limit < NO_LIMIT):
+        return nullcontext()
+    width = tokens.shape[1]
+    if positions is None:
+        past = 0 if (cache := cache_in(given)) is None else cache.get_seq_length()
+        positions = past + torch.arange(width, device=tokens.device)[None]
+    if (longest := int(positions.max()) + 1) > limit:
+        check_length(model, longest)
+    if mask is None or mask.dim() != 2:
+        mask = torch.ones_like(positions)
+    lengths = torch.where(mask[:, -width:] != 0, positions + 1, 1).amax(-1)
+    if all(bool(((lengths > switch) == (longest > switch)).all()) for switch in switches):
+        return nullcontext()
+    return rotated_by_row(model, lengths)
+
+
+def _self_check(model: PreTrainedModel, attention: bool) -> None:
+    """Compare rows alone with the same rows in batches, bit for bit, with padding before and
+    behind. Without batch-invariant attention these are rows of one token, which attends to itself
+    alone.
+    """
+    width = min(67, position_limit(model), *switch_lengths(model)) if attention else 1
     ids = torch.cat([random_tokens(model, width, seed) for seed in range(3)])[:5]
     lengths = [max(1, n) for n in (width, width - 2, width, width // 2 + 1, width - 1)]
     alone = [_logits(model, ids[row : row + 1, -length:]) for row, length in enumerate(lengths)]
@@ -85,12 +117,21 @@ def _self_check(model: PreTrainedModel, attention: bool) -> None:
     for rows in ([0, 1, 2, 3, 4], [4, 3, 0], [1, 2]):
         together = _logits(model, ids[rows], mask[rows])
         for place, row in enumerate(rows):
-            if not torch.equal(together[place], alone[row][0]):
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} has rows that depend on their batch: row {place} of"
-                    f" {len(rows)} differs from the same row alone by up to"
-                    f" {(together[place] - alone[row][0]).abs().max():.1g}"
-                )
+            _check_equal(model, together[place], alone[row][0], f"row {place} of {len(rows)}")
+    if (first := lengths[1] - 2) > 0:  # the tokens in the first of the row's calls alone
+        behind = ids[1].roll(lengths[1]), torch.arange(width, device=ids.device) < first
+        ids, mask = (torch.stack([x[0], y]) for x, y in zip((ids, mask), behind, strict=True))
+        with torch.no_grad():
+            logits = call(model, ids, mask, _positions(mask), new_cache(model))
+        _check_equal(model, logits[1, first - 1], alone[1][0, 0], "a row before padding")
+
+
+def _check_equal(model: PreTrainedModel, together: Tensor, alone: Tensor, row: str) -> None:
+    if not torch.equal(together, alone):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has rows that depend on their batch: {row} differs from the"
+            f" same row alone by up to {(together - alone).abs().max():.1g}"
+        )
 
 
 @torch.no_grad()
@@ -99,7 +140,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> 
     prompt of one token, (B, 1, V).
     """
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    positions, cache = (mask.long().cumsum(1) - 1).clamp(min=0), new_cache(model)
+    positions, cache = _positions(mask), new_cache(model)
     width = ids.shape[1]
     ends = range(max(1, width - 2), width + 1)
     parts = [slice(start, end) for start, end in zip((0, *ends), ends, strict=False)]
@@ -108,3 +149,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> 
         for part in parts
     ]
     return torch.cat(logits, 1)
+
+
+def _positions(mask: Tensor) -> Tensor:
+    return (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -226,8 +226,8 @@ def _attention_by_row(
     scale: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """``scaled_dot_product_attention``, row by row over the keys between the first and the last
-    that the row sees.
+    """``scaled_dot_product_attention``, row by row, of the queries that see a key over the keys
+    that one of them sees.
 
     query (B, H, T, D), key and value (B, H or fewer, S, D), mask (B or 1, 1, T or 1, S) bool.
     So neither padding nor the room of a static cache changes a row's bits. A query that sees no key
@@ -261,31 +261,35 @@ def _attend_by_row(
         )
     mask = mask[:, 0].expand(len(query), -1, -1)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    queries, keys = (map(_span, mask.any(dim).tolist()) for dim in (2, 1))
-    for row, ((first, last), (start, stop)) in enumerate(zip(queries, keys, strict=True)):
-        if not stop:
-            continue
-        part = slice(row, row + 1)
-        visible = mask[part, first:last, start:stop]
-        asked = slice(first, last) if mask.shape[1] == query.shape[2] else slice(None)
-        form = None if visible.all() else visible.unsqueeze(1)
-        is_causal = form is not None and bool((visible == torch.ones_like(visible).tril()).all())
-        out[part, :, asked] = _attend(
-            query[part, :, asked],
-            key[part, :, start:stop],
-            value[part, :, start:stop],
-            None if is_causal else form,
-            is_causal,
-            scale,
-        )
+    queries, keys = (mask.any(dim).tolist() for dim in (2, 1))
+    for row in range(len(query)):
+        part, asked, seen = slice(row, row + 1), _places(queries[row]), _places(keys[row])
+        visible = mask[part, asked][:, :, seen].unsqueeze(1)
+        if mask.shape[1] != query.shape[2]:  # one row of the mask for all queries
+            asked = slice(None)
+        if visible.numel():
+            own = key[part, :, seen], value[part, :, seen]
+            out[part, :, asked] = _attend_alone(query[part, :, asked], *own, visible, scale)
     return out
 
 
-def _span(flags: list[bool]) -> tuple[int, int]:
-    """From the first to behind the last that is set; (0, 0) where none is."""
-    if not any(flags):
-        return 0, 0
-    return flags.index(True), len(flags) - flags[::-1].index(True)
+def _attend_alone(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None
+) -> Tensor:
+    """Attention of a row's own tokens, as for the row without padding."""
+    if visible.all():
+        y = one_token_attention(query, key, value, None, scale=scale)
+        return _attend(query, key, value, None, False, scale) if y is None else y
+    is_causal = bool((visible == torch.ones_like(visible).tril()).all())
+    return _attend(query, key, value, None if is_causal else visible, is_causal, scale)
+
+
+def _places(flags: list[bool]) -> slice | list[int]:
+    """The places that are set: a slice if no other lies between them."""
+    places = [place for place, is_set in enumerate(flags) if is_set]
+    if places and places[-1] - places[0] >= len(places):
+        return places
+    return slice(places[0], places[-1] + 1) if places else slice(0)
 
 
 def _attend(

@@ -11,7 +11,7 @@ and forwards of a pass do nothing in another thread, and a patched module waits 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import update_wrapper, wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from icl_patch.layers.device_hooks import put_back
+
+_NO_COPY = (
+    "expected a copy of the model outside of the patcher's own passes and of `with"
+    " patcher.applied(...)`, got one within: copy the model before or afterwards"
+)
 
 
 class Attachment:
@@ -42,14 +47,6 @@ class Attachment:
         self._model: nn.Module | None = None
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._waiting: list[WaitingForward] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copied model runs passes of its own
-        return vars(self) | {"lock": None, "thread": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.lock = threading.RLock()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -94,6 +91,13 @@ class Attachment:
                 " as from a forward hook: let the hook keep its values, and call afterwards"
             )
 
+    def check_copy(self) -> None:
+        """Raises ValueError while a pass or an applied patch has factors and hooks in the model,
+        which a copy would keep.
+        """
+        if self.applied or self.thread is not None:
+            raise ValueError(_NO_COPY)
+
     def _is_held(self) -> bool:
         """Whether this thread holds the lock: unlike what a pass notes, no interrupt makes this
         wrong.
@@ -122,7 +126,7 @@ class Attachment:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._waiting.append(WaitingForward(module, self))
-                module.forward = self._waiting[-1]
+                set_forward(module, self._waiting[-1])
         self.forwards = {
             part: vars(part)["forward"] for part in model.modules() if "forward" in vars(part)
         }
@@ -139,6 +143,26 @@ class Attachment:
             self._waiting.pop().remove()
 
 
+class PassHook:
+    """A hook of a pass, which runs in the thread of the pass only; outside of one, in all threads.
+
+    A module that has one cannot be copied: the copy would keep it.
+    """
+
+    of_a_pass = True
+
+    def __init__(self, hook: Callable[..., Any], attachment: Attachment) -> None:
+        self._hook, self._thread = hook, attachment.thread
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the hook, unless this is another thread."""
+        own = self._thread is None or self._thread == threading.get_ident()
+        return self._hook(*args) if own else None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(_NO_COPY)
+
+
 class WaitingForward:
     """A model's forward that takes the lock of the attached model.
 
@@ -148,9 +172,10 @@ class WaitingForward:
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         self._module, self.attachment = module, attachment
-        self._had: Callable[..., Any] | None = vars(module).get("forward")
+        self.before: Callable[..., Any] | None = vars(module).get("forward")
         self._forward: Callable[..., Any] = module.forward
         update_wrapper(self, self._forward)  # transformers looks at the signature
+        self.reduce_ex = partial(_reduce_ex, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own forward."""
@@ -161,24 +186,41 @@ class WaitingForward:
 
     def remove(self) -> None:
         """Put the former forward back, unless somebody has replaced this one since."""
-        names = vars(self._module)
-        if names.get("forward") is self:
-            set_forward(self._module, self._had)
+        forward = vars(self._module).get("forward")
+        set_forward(self._module, self.before if forward is self else forward)
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give one module a forward of its own; None: that of its class."""
-    if forward is None:
-        vars(module).pop("forward", None)
-    else:
-        vars(module)["forward"] = forward
+    """Give one module a forward of its own; None: that of its class.
 
-
-def of_a_pass(function: Callable[..., Any], others: list[Any] | None = None) -> None:
-    """Mark a hook that a pass registers; or a forward that it puts into a module, with a list of
-    the one that was there before.
+    A forward of ours would run this module in a copy of it too. So a copy gets the forward from
+    before: copy, deepcopy and pickle look for ``__reduce_ex__`` in the instance first.
     """
-    vars(function)["of_a_pass"] = [None] if others is None else others
+    names, reduce_ex = vars(module), getattr(forward, "reduce_ex", None)
+    if forward is None:
+        names.pop("forward", None)
+    else:
+        names["forward"] = forward
+    if reduce_ex is None:
+        names.pop("__reduce_ex__", None)
+    else:
+        names["__reduce_ex__"] = reduce_ex
+
+
+def _reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """``module.__reduce_ex__(protocol)`` without the forwards that are ours."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    make, args, state, *rest = reduced
+    state = {k: x for k, x in state.items() if k not in ("forward", "__reduce_ex__")}
+    forward = below_passes(module)
+    if isinstance(forward, WaitingForward):
+        forward = forward.before
+    return make, args, state if forward is None else state | {"forward": forward}, *rest
+
+
+def forward_of_a_pass(forward: Callable[..., Any], module: nn.Module, others: list[Any]) -> None:
+    """Mark a forward that a pass puts into a module, with a list of the one that was there."""
+    vars(forward).update(of_a_pass=others, reduce_ex=partial(_reduce_ex, module))
 
 
 def _is_of_a_pass(function: Any) -> bool:

@@ -8,6 +8,7 @@ It is off (the base module, bit for bit), records (a recorder computes the facto
 input and applies them) or replays (the factors that were set are applied).
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -18,6 +19,12 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from icl_patch.layers.attachment import Attachment
 from icl_patch.layers.device_hooks import is_aligned, run_aligned
+
+_PLAIN_WEIGHTS = (
+    "expected a model without an applied patch to take the state dict of, or to save, got one with"
+    " it: these are its own weights, without the patch. For weights with it call patch.merge(model)"
+    " or `icl-patch apply` with a static patch, PatchedLinear.merge() for one layer"
+)
 
 
 def untouched(module: nn.Module) -> bool:
@@ -105,6 +112,13 @@ class PatchedModule(nn.Module):
                 raise
             return getattr(self.base_layer, name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy of an attached model is a plain one: it has the base module."""
+        if self.attachment is None:
+            return super().__reduce_ex__(protocol)
+        self.attachment.check_copy()
+        return _itself, (self.base_layer,)
+
     def train(self, mode: bool = True) -> "PatchedModule":
         """Set the mode of this module and its base."""
         self.base_layer.train(mode)
@@ -114,6 +128,8 @@ class PatchedModule(nn.Module):
     # quantised one, say) goes with them.
 
     def _save_to_state_dict(self, *args: Any) -> None:
+        if self.instead is type(self)._replay:
+            warnings.warn(_PLAIN_WEIGHTS, stacklevel=2)  # of one place: told once
         self.base_layer._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -191,6 +207,10 @@ class PatchedModule(nn.Module):
     def extra_repr(self) -> str:
         """The base module."""
         return f"{type(self.base_layer).__name__}({self.base_layer.extra_repr()})"
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def with_base(module: nn.Module) -> tuple[nn.Module, ...]:

@@ -146,8 +146,11 @@ def rms_norms(model: PreTrainedModel) -> Iterator[PatchedRMSNorm]:
                 yield PatchedRMSNorm(part, scale_offset=form[0], cast_first=form[1])
 
 
-# of an instance; what accelerate and transformers add
-_OF_ANY_MODULE = {*vars(nn.Module()), "forward", "_old_forward", "_hf_hook", "_is_hf_initialized"}
+# of an instance; what overrides, accelerate and transformers add
+_OF_ANY_MODULE = {
+    *vars(nn.Module()),
+    *("forward", "__reduce_ex__", "_old_forward", "_hf_hook", "_is_hf_initialized"),
+}
 _SETTINGS = (bool, int, float, str, tuple, type(None), torch.dtype)
 _forms: dict[Any, tuple[float, bool] | None] = {}  # by everything that a module's form depends on
 

@@ -122,6 +122,18 @@ class TableOverride:
                 self._before = None
 
 
+_hides_padding: ContextVar[bool] = ContextVar("icl_patch_hides_padding", default=False)
+
+
+def _of_tokens(rule: Callable[..., Tensor], is_token: Tensor) -> Callable[..., Tensor]:
+    """The mask rule where a query of the padding sees no key: is_token (B, S) bool."""
+
+    def of_tokens(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return rule(batch, head, query, key) & is_token[batch, query]
+
+    return of_tokens
+
+
 def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         current = _visibility.get()
@@ -131,6 +143,9 @@ def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:
                 "mask_function": current.restrict(kwargs["mask_function"]),
                 "allow_is_causal_skip": False,
             }
+        is_token = kwargs.get("attention_mask") if _hides_padding.get() else None
+        if is_token is not None and is_token.shape[1] >= kwargs["q_offset"] + kwargs["q_length"]:
+            kwargs["mask_function"] = _of_tokens(kwargs["mask_function"], is_token)
         return mask_function(*args, **kwargs)
 
     return mask
@@ -214,3 +229,18 @@ def restricted_attention(model: PreTrainedModel, visibility: Visibility) -> Iter
             yield
     finally:
         _visibility.reset(token)
+
+
+@contextmanager
+def padding_sees_nothing() -> Iterator[None]:
+    """Within this context queries of the padding see no key, where masks come from transformers'
+    table: behind a row's tokens they would see these.
+    """
+    token = _hides_padding.set(True)
+    try:
+        with ExitStack() as stack:
+            for override in _masks:
+                stack.enter_context(override())
+            yield
+    finally:
+        _hides_padding.reset(token)

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.layers.attachment import of_a_pass, unless_of_class
+from icl_patch.layers.attachment import forward_of_a_pass, set_forward, unless_of_class
 from icl_patch.layers.device_hooks import hooks_of, run_aligned
 from icl_patch.layers.patched_module import (
     PatchedModule,
@@ -66,7 +66,7 @@ class ForwardOverrides:
     Other threads, and this one afterwards, run the forward that was there before. Contexts of
     several threads may end in any order. What every token needs is made once and entered again: the
     functions are most of what a step leaves for Python's garbage collector, and a collection takes
-    as long as many steps. Not to be entered within itself.
+    as long as many steps. Not to be entered within itself. A copy of a module has none of it.
     """
 
     def __init__(self, forwards: Iterable[tuple[nn.Module, Forward]]) -> None:
@@ -74,7 +74,7 @@ class ForwardOverrides:
         self._places: list[tuple[nn.Module, Forward, list[Forward]]] = []
         for module, forward in forwards:
             others: list[Forward] = [module.forward]
-            self._places.append((module, _choosing(self._thread, forward, others), others))
+            self._places.append((module, _choosing(module, self._thread, forward, others), others))
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
@@ -85,7 +85,7 @@ class ForwardOverrides:
                 names = vars(module)
                 others[0] = module.forward
                 self._before.append(names.get("forward"))
-                names["forward"] = chosen
+                set_forward(module, chosen)
         except BaseException:  # an interrupt
             self._restore()
             raise
@@ -104,12 +104,10 @@ class ForwardOverrides:
             names, before = vars(module), self._before[-1]
             if before is not None and before is not others[0]:  # another context has ended since
                 before = unless_of_class(module, others[0])
-            if names.get("forward") is not chosen:  # another has begun since, or taken it out
-                _take_out(chosen, others, names.get("forward"))
-            elif before is None:
-                names.pop("forward", None)
-            else:
-                names["forward"] = before
+            if (found := names.get("forward")) is not chosen:  # another has begun, or taken it out
+                _take_out(chosen, others, found)
+                before = found
+            set_forward(module, before)
             self._before.pop()
         self._thread[0] = 0  # whatever somebody has kept of them does nothing any more
 
@@ -123,14 +121,16 @@ def _take_out(chosen: Forward, others: list[Forward], stacked: Any) -> None:
         stacked = below[0]
 
 
-def _choosing(thread: list[int], forward: Forward, others: list[Forward]) -> Forward:
+def _choosing(
+    module: nn.Module, thread: list[int], forward: Forward, others: list[Forward]
+) -> Forward:
     """``forward`` in that thread, ``others`` in any other one."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (forward if threading.get_ident() == thread[0] else others[0])(*args, **kwargs)
 
     chosen.__wrapped__ = others[0]  # type: ignore[attr-defined]  # inspect.signature looks there
-    of_a_pass(chosen, others)
+    forward_of_a_pass(chosen, module, others)
     return chosen
 
 

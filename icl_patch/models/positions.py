@@ -21,7 +21,7 @@ from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.module_search import modules_holding
 
 _FROM_PADDING = "create_position_ids_from_input_ids"
-_NO_LIMIT = 2**62  # more tokens than there can be
+NO_LIMIT = 2**62  # more tokens than there can be
 
 
 @memoize
@@ -72,6 +72,23 @@ def switch_lengths(model: nn.Module) -> frozenset[int]:
     return frozenset(lengths)
 
 
+def check_one_side(model: nn.Module, lengths: Tensor, new: int = 0) -> None:
+    """Raises ValueError if LongRoPE would rotate a row of a batch otherwise than the row alone:
+    the longest row decides for all.
+
+    lengths: (B,) int64, the tokens of each row. new: how many more each row may get.
+    """
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    for switch in switch_lengths(model):
+        if shortest < longest and shortest <= switch < longest + new:
+            more = f" and {new} new ones" if new else ""
+            raise ValueError(
+                f"expected rows of at most {switch} tokens each, or of more each, because LongRoPE"
+                " changes its factors there for the whole batch, got rows of"
+                f" {shortest} to {longest} tokens{more}: run rows of one length, or each by itself"
+            )
+
+
 def steady_length(model: nn.Module) -> int:
     """The most tokens for which the frequencies of dynamic NTK do not depend on the calls before.
 
@@ -79,7 +96,7 @@ def steady_length(model: nn.Module) -> int:
     longer call before it. Without dynamic NTK there is no limit.
     """
     lengths = [int(rotary.original_max_seq_len) - 1 for rotary in _rotaries(model, "dynamic")]
-    return min(lengths, default=_NO_LIMIT)
+    return min(lengths, default=NO_LIMIT)
 
 
 @contextmanager
@@ -96,6 +113,32 @@ def rotated_as_one_call(model: nn.Module, tokens: Tensor | int) -> Iterator[None
         [(rotary, _with_last(rotary.forward, tokens - 1)) for rotary in rotaries]
     ):
         yield
+
+
+@contextmanager
+def rotated_by_row(model: nn.Module, lengths: Tensor) -> Iterator[None]:
+    """Within this context LongRoPE takes the factors of each row alone.
+
+    Args:
+        model: any model; without LongRoPE nothing changes.
+        lengths: (B,) int64, the number of tokens of each row up to the end of a call.
+    """
+    rotaries = _rotaries(model, "longrope")
+    with ForwardOverrides([(rotary, _row_by_row(rotary.forward, lengths)) for rotary in rotaries]):
+        yield
+
+
+def _row_by_row(forward: Callable[..., Any], lengths: Tensor) -> Callable[..., Any]:
+    """``forward`` of a rotary embedding, called for each row; padding gets no later position than
+    the row's tokens.
+    """
+
+    def rotated(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        positions = position_ids.minimum(lengths.unsqueeze(1) - 1)
+        rows = [forward(x, row.unsqueeze(0), *args, **kwargs) for row in positions]
+        return tree_map(lambda *parts: torch.cat(parts), *rows)
+
+    return rotated
 
 
 def _with_last(forward: Callable[..., Any], last: Tensor | int) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import PatchFormatError
-from icl_patch.invariance.arithmetic import MODEL
+from icl_patch.invariance.arithmetic import ARITHMETICS, MODEL
 from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.pipeline import is_on_another_rank
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
@@ -59,6 +59,7 @@ class PatchInfo:
         replayable: False if tokens or layers that a replay needs were cut out.
         kind: "per_token", a change of the weights for each kept token.
         arithmetic: "model" if the reproduced run rounds as the model's own modules do,
+            "autocast bfloat16" or "autocast float16" if they do so under autocast,
             "batch_invariant" if it rounds as they do on batch-invariant functions.
         tensor_parallel: the number of devices that share a weight in that run.
     """
@@ -164,6 +165,9 @@ def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
     header, tensors = read_file(path)
     check_kind(header, PER_TOKEN, "StaticPatch.load and icl-patch generate read static patches")
     info = PatchInfo(**read_fields(header, PatchInfo))
+    if info.arithmetic not in ARITHMETICS:
+        known = ", ".join(ARITHMETICS)
+        raise PatchFormatError(f"expected an arithmetic among {known}, got {info.arithmetic!r}")
     with reading("blocks, layers and tokens"):
         entries = [(entry["path"], entry["form"]) for entry in header["blocks"]]
         blocks = tuple(Block(path, BlockSpec.from_json(form)) for path, form in entries)

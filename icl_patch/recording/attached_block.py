@@ -14,8 +14,7 @@ from torch.utils._pytree import register_dataclass, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.invariance.arithmetic import MODEL
-from icl_patch.layers.attachment import Attachment, WaitingForward, of_a_pass
+from icl_patch.layers.attachment import Attachment, PassHook, WaitingForward
 from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.experts import PatchedExperts, patched_experts
 from icl_patch.layers.linear import PatchedLinear
@@ -255,17 +254,8 @@ class AttachedBlock:
         hook: Callable[..., Any],
         **options: Any,
     ) -> None:
-        """``register(hook, **options)`` until ``hooks`` is closed.
-
-        In a pass the hook runs in the thread of the pass only; outside of one, in all threads.
-        """
-        thread = self.attachment.thread
-
-        def in_its_thread(*arguments: Any) -> Any:
-            return hook(*arguments) if thread == threading.get_ident() else None
-
-        of_a_pass(in_its_thread)
-        hooks.callback(register(hook if thread is None else in_its_thread, **options).remove)
+        """``register(hook, **options)`` until ``hooks`` is closed, as :class:`PassHook`."""
+        hooks.callback(register(PassHook(hook, self.attachment), **options).remove)
 
     def hook_start(self, hooks: ExitStack, hook: Any) -> None:
         """Call ``hook((rows, T))`` when the block begins."""
@@ -345,7 +335,7 @@ class HasBlocks(Protocol):
     ranks: Ranks
 
     def empty_patch(
-        self, sequences: Sequences, passes: int, arithmetic: str = MODEL
+        self, sequences: Sequences, passes: int, arithmetic: str | None = None
     ) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import ExactnessWarning, RankError, UnsupportedModelError
-from icl_patch.invariance.arithmetic import MODEL
+from icl_patch.invariance.arithmetic import arithmetic_here
 from icl_patch.layers.attachment import as_pass
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models import kv_cache
@@ -34,6 +34,7 @@ from icl_patch.models.language_model import (
 )
 from icl_patch.models.model_checks import check_language_model, check_split, explain_failure
 from icl_patch.models.pipeline import stage_of
+from icl_patch.models.positions import check_one_side
 from icl_patch.models.ranks import Ranks, digest, on_all_ranks, ranks_of, versions
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.models.tensor_parallel import group_of
@@ -351,6 +352,7 @@ class AttachedModel:
                 f"expected rows of one length for {name}, whose logits for a padded row are others"
                 " than for the row alone, got padding on the left: compute each row by itself"
             )
+        check_one_side(self.model, sequences.mask.sum(1))
         if counts_slots(self.model) and sequences.tail_absorbed.any():
             raise ValueError(
                 f"expected one absorbed span for {name}, which numbers its tokens by their places"
@@ -520,9 +522,11 @@ class AttachedModel:
     # -- patches and their model
 
     def empty_patch(
-        self, sequences: Sequences, passes: int, arithmetic: str = MODEL
+        self, sequences: Sequences, passes: int, arithmetic: str | None = None
     ) -> ContextPatch:
-        """A patch of the kept tokens of ``sequences``, without factors."""
+        """A patch of the kept tokens of ``sequences``, without factors; by default in the
+        arithmetic of the model's own calls here.
+        """
         config, group = self.model.config, group_of(self.model)
         info = PatchInfo(
             model=config.name_or_path or type(self.model).__name__,
@@ -533,7 +537,7 @@ class AttachedModel:
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
-            arithmetic=arithmetic,
+            arithmetic=arithmetic or arithmetic_here(self.model),
             longest=int(sequences.longest),
             divisible=self.divisible,
             tensor_parallel=1 if group is None else group.size(),

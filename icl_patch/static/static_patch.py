@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
@@ -167,7 +167,8 @@ class StaticPatch:
         self, model: PreTrainedModel, *, check_front: bool = True
     ) -> Iterator[PreTrainedModel]:
         """Within this context the model computes with the changed weights, by fused products; its
-        parameters stay as they are.
+        parameters stay as they are: ``state_dict`` and ``save_pretrained`` have them without the
+        change, and warn. A copy of the model keeps the change until :func:`icl_patch.detach`.
 
         Args:
             model: the patch's model.
@@ -185,7 +186,8 @@ class StaticPatch:
                 stack.callback(restore, (model,), module)
                 _set(module, change)
             if check_front and self.info.front:
-                stack.enter_context(_checked_front(model, self.info.front[0]))
+                check = _FrontCheck(self.info.front[0])
+                stack.enter_context(model.register_forward_pre_hook(check, with_kwargs=True))
             yield model
 
     @torch.no_grad()
@@ -338,25 +340,30 @@ class StaticPatch:
         return rank
 
 
-@contextmanager
-def _checked_front(model: PreTrainedModel, front: int) -> Iterator[None]:
-    """Within this context a call of the model on rows that begin otherwise gives a warning, the
-    first time.
+class _FrontCheck:
+    """A hook of a patched model: the first call on rows that do not begin with ``front`` gives a
+    warning.
     """
 
-    def check(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+    def __init__(self, front: int) -> None:
+        self._front, self._has_warned = front, False
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the rows of a call."""
+        if self._has_warned or torch.compiler.is_compiling():
             return
+        front, cache = self._front, cache_in(kwargs)
         ids = args[0] if args else kwargs.get("input_ids")
-        cache = cache_in(kwargs)
         if ids is None or (cache is not None and not is_empty(cache)):
             return
         mask = kwargs.get("attention_mask")
         first = ids[:, 0]
         if isinstance(mask, Tensor) and mask.dim() == 2:
             first = ids.gather(1, mask.to(ids.device).long().argmax(1, keepdim=True))[:, 0]
-        if not bool((first == front).all()):
-            handle.remove()
+        # a copy of the model keeps this hook, also when it is detached
+        patched = any(isinstance(module, PatchedModule) for module in model.modules())
+        if patched and not bool((first == front).all()):
+            self._has_warned = True
             warnings.warn(
                 f"expected prompts that begin with the token {front}, as those that the static"
                 f" patch was fitted on, got one that begins with {int(first[first != front][0])}:"
@@ -364,9 +371,6 @@ def _checked_front(model: PreTrainedModel, front: int) -> Iterator[None]:
                 StaticPatchWarning,
                 stacklevel=6,
             )
-
-    with model.register_forward_pre_hook(check, with_kwargs=True) as handle:
-        yield
 
 
 def mean(patches: Sequence[StaticPatch]) -> StaticPatch:

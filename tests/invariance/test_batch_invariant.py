@@ -1,11 +1,17 @@
 """Models whose rows do not depend on their batch."""
 
+import random
 import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from support import realistic_weights
+from support.copies import COPIES, check_plain, pickled
+from support.random_models import VOCABULARY
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -46,6 +52,54 @@ def rows_alone(model: PreTrainedModel, ids: Tensor, rows: list[int]) -> Tensor:
     return torch.cat([log_probabilities(model, x, torch.ones_like(x).bool()) for x in parts])
 
 
+PADDED = {
+    "left": lambda n: range(WIDTH - n, WIDTH),
+    "right": range,
+    "both sides": lambda n: range((WIDTH - n) // 2, (WIDTH - n) // 2 + n),
+    "between": lambda n: sorted(random.Random(n).sample(range(WIDTH), n)),
+}
+PARTS = [(WIDTH, 1, 3), (1, 1, 1), (38, 1, 2), (17, 1, 1), (2, 1, 3), (29, 1, 2)]
+"""The tokens of a row's three calls: a prompt, a step and several more tokens."""
+
+
+@torch.no_grad()
+def in_calls(model: PreTrainedModel, calls: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The logits (B, T, V) of calls with ids and mask (B, T) each."""
+    cache, mask, logits = DynamicCache(config=model.config), calls[0][1][:, :0], []
+    for ids, part in calls:
+        mask = torch.cat([mask, part], 1)
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        given = {"attention_mask": mask.long(), "position_ids": positions}
+        logits.append(model(ids, **{cache_name(model): cache}, **given).logits)
+    return logits
+
+
+def check_padding(model: PreTrainedModel, calls: int, kinds: Iterable[str]) -> None:
+    """Rows with padding of these kinds in their prompts, and behind the tokens of later calls, have
+    the bits of the rows alone.
+    """
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randint(3, VOCABULARY, (sum(x),), generator=generator) for x in PARTS]
+    alone = []
+    for row, parts in zip(rows, PARTS, strict=True):
+        split = [x[None] for x in row.split(parts)[:calls]]
+        alone.append(in_calls(model, [(x, torch.ones_like(x).bool()) for x in split]))
+
+    def batch(call: int, places: Callable[[int], Iterable[int]]) -> tuple[Tensor, Tensor]:
+        ids = torch.zeros(len(rows), PARTS[0][call], dtype=torch.long)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        for number, (row, parts) in enumerate(zip(rows, PARTS, strict=True)):
+            mask[number, list(places(parts[call]))] = True
+            ids[number, mask[number]] = row.split(parts)[call]
+        return ids, mask
+
+    for kind in kinds:
+        batches = [batch(0, PADDED[kind]), *(batch(call, range) for call in range(1, calls))]
+        for call, logits in enumerate(in_calls(model, batches)):
+            for number, mask in enumerate(batches[call][1]):
+                assert torch.equal(logits[number, mask], alone[number][call][0]), kind
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3"])
@@ -62,6 +116,10 @@ def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: tor
             order = [row for row in range(32) if row != 1]
             order.insert(place, 1)
             assert torch.equal(log_probabilities(model, ids[order], mask[order])[place], alone[1])
+        if family == "llama":
+            check_padding(model, 3, PADDED)
+        elif family == "gemma3":  # windows count slots
+            check_padding(model, 1, ("left", "right", "both sides"))
 
 
 def test_generation_within_it_and_the_model_afterwards() -> None:
@@ -75,6 +133,28 @@ def test_generation_within_it_and_the_model_afterwards() -> None:
     assert torch.equal(together[:1], alone)
     assert "forward" not in vars(model)
     assert torch.equal(log_probabilities(model, ids, mask), before)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_copy_made_within_is_a_plain_model(attached: bool) -> None:
+    """Of a call too, which replaces the norms' forwards."""
+    model: Any = build("llama")
+    ids, copies = prompts(model)[0][:2], list[Any]()
+    expected = model(ids).logits
+    with ContextPatcher(model) if attached else nullcontext(), batch_invariant(model):
+        copies += [copied(model) for copied in COPIES]
+        hook = model.model.norm.register_forward_hook(
+            lambda *_: copies.append(pickled(model.lm_head))
+        )
+        with torch.no_grad(), hook:
+            model(ids)
+    for twin in copies[:-1]:
+        check_plain(twin)
+        twin.lm_head.weight.data.mul_(2)
+        logits = twin(ids).logits
+        assert torch.equal(logits, 2 * expected)
+        logits.sum().backward()
+        assert twin.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
 
 
 class _MixesRows(nn.Module):

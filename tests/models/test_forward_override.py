@@ -2,12 +2,15 @@
 afterwards.
 """
 
+import copy
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MethodType
 
 import pytest
 import torch
+from support.copies import COPIES, check_plain
 from torch import nn
 
 from icl_patch.models.forward_override import ForwardOverrides
@@ -28,6 +31,51 @@ def test_each_time_the_forward_before_comes_back() -> None:
             assert torch.equal(plain(X), 2 * X) and torch.equal(replaced(X), 2 * X)
             assert inspect.signature(plain.forward) == inspect.signature(nn.Identity().forward)
         assert "forward" not in vars(plain) and replaced.forward is somebody_elses
+
+
+class Scale(nn.Module):
+    """Its output changes with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+class Negated(Scale):
+    """With a forward of somebody else, which copies bind to the copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = partial(negated, self)  # type: ignore[method-assign]
+
+
+def negated(scale: Scale, x: torch.Tensor) -> torch.Tensor:
+    return -scale.weight * x
+
+
+def test_a_copy_has_the_forward_before_with_weights_of_its_own() -> None:
+    model = nn.Sequential(Scale(), Negated())
+    inner, outer = (
+        ForwardOverrides([(model, doubled), *((part, doubled) for part in model)]) for _ in range(2)
+    )
+    with inner, outer:
+        copies = [copied(model) for copied in COPIES]
+        shallow = copy.copy(model[0])
+    vars(shallow)["_parameters"] = {"weight": nn.Parameter(torch.tensor(5.0))}
+    assert torch.equal(shallow(X), 5 * X)
+    for twin in copies:
+        twin[0].weight.data.fill_(3)
+        twin(X).sum().backward()
+        assert torch.equal(twin(X), -3 * X)
+        assert twin[1].weight.grad == -3 * X.sum() and model[1].weight.grad is None
+        del twin[1].forward
+        check_plain(twin)
+    assert torch.equal(model(X), -X)
+    del model[1].forward
+    check_plain(model)
 
 
 def test_other_threads_run_the_forward_that_was_there_when_it_was_entered() -> None:

@@ -16,10 +16,12 @@ from support.random_models import VOCABULARY, longrope, ragged, randomised, toke
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from icl_patch import ContextPatcher, metrics
+from icl_patch import ContextPatcher, batch_invariant, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.baseline import baseline
 from icl_patch.generation import graph_partition
+from icl_patch.models.forward import call
+from icl_patch.models.kv_cache import new_cache
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
 
 OLD = Version(transformers.__version__) < Version("5.21")
@@ -76,9 +78,9 @@ def of_lengths(prefix: int, context: int, kept: int) -> dict:
     return inputs | ({"prefix_ids": tokens(0, 2, prefix)} if prefix else {})
 
 
-# prefix, context, kept tokens: the switch lies in the context, in the kept tokens, in those of the
-# longer row alone
-LENGTHS = [(4, 20, 3), (4, 20, 1), (0, 20, 4), (0, 10, 8), (4, 8, 8), (4, 8, 5), (2, 8, 3)]
+# prefix, context, kept tokens: the switch lies in the context, in the kept tokens, behind all
+LENGTHS = [(4, 20, 3), (4, 20, 1), (0, 20, 4), (0, 12, 8), (4, 8, 8), (2, 8, 3)]
+ON_BOTH_SIDES = (4, 8, 5)
 
 
 # -- LongRoPE
@@ -111,6 +113,9 @@ IDS, MASK, NEW = tokens(5, 3, 13), ragged(3, 13, side="left"), 7
 GENERATE: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
 
 
+EQUAL = torch.ones_like(MASK)  # rows on both sides of a switch are refused
+
+
 def grown(ids: Tensor, mask: Tensor, made: Tensor, step: int) -> Sequences:
     """A context after ``step`` of the generated tokens (B, n), the last token kept."""
     ids = torch.cat([ids, made[:, :step]], 1)
@@ -131,30 +136,30 @@ WAYS: dict[str, dict] = {
 def test_longrope_switches_while_tokens_are_generated(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All keys in the cache are rotated again, as transformers does it for these classes; windows
-    and ragged rows.
+    """All keys in the cache are rotated again, as transformers does it for these classes;
+    windows.
     """
     if OLD and way == "compiled":
         pytest.skip("LongRoPE in transformers before 5.21 cannot be traced")
     monkeypatch.setattr(graph_partition, "BACKEND", "eager")
     model, options = phi3(sliding_window=6, num_hidden_layers=2), dict(WAYS[way])
-    expected = model.generate(IDS, attention_mask=MASK.long(), **GENERATE)[:, IDS.shape[1] :]
+    expected = model.generate(IDS, attention_mask=EQUAL.long(), **GENERATE)[:, IDS.shape[1] :]
     with ContextPatcher(model, options.pop("update")) as patcher:
-        steps = list(patcher.generate(IDS, context_mask=MASK, **options, **GENERATE))
+        steps = list(patcher.generate(IDS, context_mask=EQUAL, **options, **GENERATE))
         errors = [float(replay_error(patcher, step).max()) for step in steps]
     made = torch.stack([step.token_ids for step in steps], 1)
     if not OLD:  # which leaves the keys in the cache as they are
         assert torch.equal(made, expected)
     for number, step in enumerate(steps):
-        assert off(step.logits, one_call(model, grown(IDS, MASK, made, number))[:, -1]) <= 1e-5
+        assert off(step.logits, one_call(model, grown(IDS, EQUAL, made, number))[:, -1]) <= 1e-5
         assert errors[number] <= (1e-5 if WAYS[way]["update"] == "stable" else 0)
 
 
 def test_longrope_switches_in_the_baseline_of_verify() -> None:
     model = phi3()
-    run = baseline(model, IDS, MASK, NEW)
+    run = baseline(model, IDS, EQUAL, NEW)
     logits, made = run.logits, run.tokens
-    grew = (grown(IDS, MASK, made, step) for step in range(NEW))
+    grew = (grown(IDS, EQUAL, made, step) for step in range(NEW))
     expected = torch.stack([one_call(model, tokens_so_far)[:, -1] for tokens_so_far in grew], 1)
     assert off(logits, expected) <= 1e-5
 
@@ -169,6 +174,58 @@ def test_longrope_switches_while_a_context_grows(update: str) -> None:
             tail = assemble(context[:, : max(length, 1)], kept, prefix_ids=prefix)
             if length:
                 assert off(patcher.forward(kept, patch), one_call(model, tail)) <= 1e-5, length
+
+
+def test_rows_on_both_sides_of_the_switch_are_refused() -> None:
+    """The longest row would decide for all; rows on one side, and each by itself, are served."""
+    model, inputs = phi3(), of_lengths(*ON_BOTH_SIDES)
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.raises(
+            ValueError, match=r"got rows of 14 to 17 tokens: run rows of one length"
+        ):
+            patcher.compute(**inputs)
+        for row in range(2):
+            alone = {name: x[row : row + 1] for name, x in inputs.items()}
+            patch, expected = patcher.compute(**alone), one_call(model, assemble(**alone))
+            assert off(patcher.forward(patch.kept_ids, patch), expected) <= 1e-5
+        with pytest.raises(ValueError, match="rows of 9 to 13 tokens and 4 new ones"):
+            patcher.generate(IDS, context_mask=MASK, **GENERATE | {"max_new_tokens": 5})
+        fewer = GENERATE | {"max_new_tokens": 4}  # the last of them is not run
+        steps = list(patcher.generate(IDS, context_mask=MASK, **fewer))
+    made = torch.stack([step.token_ids for step in steps], 1)
+    assert off(steps[-1].logits, one_call(model, grown(IDS, MASK, made, 3))[:, -1]) <= 1e-5
+
+
+@longropes
+def test_batch_invariance_on_both_sides_of_the_switch(make: Callable[[], PreTrainedModel]) -> None:
+    """A prompt, and steps on top of it; padding before, and behind."""
+    model, lengths = make(), (19, 10, 15)
+    rows = [tokens(seed, 1, length + 2) for seed, length in enumerate(lengths)]
+
+    def run(ids: Tensor, mask: Tensor, *steps: Tensor) -> Tensor:
+        """The logits of a prompt and of steps of one token, (B, T + steps, V)."""
+        cache, logits = new_cache(model), []
+        for number, part in enumerate((ids, *steps)):
+            seen = torch.cat([mask, mask.new_ones(len(mask), number)], 1)
+            positions = (seen.long().cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :]
+            logits.append(call(model, part, seen, positions, cache))
+        return torch.cat(logits, 1)
+
+    with torch.no_grad(), batch_invariant(model):
+        alone = [run(x[:, :-2], torch.ones_like(x[:, 2:]), x[:, -2:-1], x[:, -1:]) for x in rows]
+        last = torch.cat([row[:, -2:] for row in rows]).split(1, 1)
+        for steps, start in ((last, lambda length: 19 - length), ((), lambda _: 0)):
+            ids, mask = torch.zeros(2, 3, 19, dtype=torch.long)
+            for number, length in enumerate(lengths):
+                columns = slice(start(length), start(length) + length)
+                ids[number, columns], mask[number, columns] = rows[number][0, :-2], 1
+            together = run(ids, mask, *steps)
+            for number, own in enumerate(mask.bool()):
+                shown = torch.cat([own, own.new_ones(len(steps))])
+                expected = alone[number][0, : lengths[number] + len(steps)]
+                assert torch.equal(together[number, shown], expected)
+        numbered = model(ids, attention_mask=mask.long()).logits  # by itself, padding behind too
+        assert torch.equal(numbered[1, :10], model(rows[1][:, :10]).logits[0])
 
 
 # -- dynamic NTK
@@ -200,6 +257,10 @@ def test_dynamic_ntk_is_refused_where_its_frequencies_depend_on_other_calls() ->
             patcher.compute(context, tokens(2, 2, 6), prefix_ids=prefix)
         with pytest.raises(ValueError, match=f"{message} 13 and 3 new ones"):
             patcher.generate(tokens(1, 2, 13), max_new_tokens=3)
+    with torch.no_grad(), batch_invariant(model):
+        with pytest.raises(ValueError, match=f"{message} 16"):
+            model(tokens(6, 2, 16))
+        assert torch.equal(model(longer[:, :15]).logits[:1], model(longer[:1, :15]).logits)
 
 
 # -- positions from the padding id on

@@ -144,6 +144,10 @@ def one_layer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 MADE_UP: dict[str, tuple[Change, str]] = {
     "no such layer": (entry("layers", [0, 2]), "blocks, layers and tokens .* out of range"),
+    "no such arithmetic": (
+        entry("arithmetic", "autocast bfloat17"),
+        "expected an arithmetic among model, .* got 'autocast bfloat17'",
+    ),
     "no such modules": (other_modules, r"modules that the model has, got model\.blocks\.0"),
     "another form": (
         lambda x, _: x["blocks"][1]["form"].update(writer="pen"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.copies import COPIES, Copy, check_plain
 from support.patchers import IDS, KEPT, Snapshot, plain_logits, works
 from support.random_models import build, tokens
 from torch import nn
@@ -132,21 +133,42 @@ def test_detach_layers_that_somebody_swapped() -> None:
     assert torch.equal(plain_logits(model), before.logits)
 
 
-@torch.no_grad()
-def test_a_copy_of_an_attached_model_is_its_own() -> None:
-    """It runs its own weights, waits for no pass of the other, and is detached by itself."""
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_of_an_attached_model_is_a_plain_model(copied: Copy) -> None:
+    """It runs its own weights, and waits for no pass of the other."""
     model: Any = build("llama")
     before, ids = Snapshot(model), tokens(90, 2, 9)
     with ContextPatcher(model) as patcher:
-        copied = copy.deepcopy(model)
-        copied.lm_head.weight.mul_(2)
-        assert torch.equal(copied(ids).logits, 2 * before.logits)
-        assert torch.equal(model(ids).logits, before.logits)
-        icl_patch.detach(copied)
-        assert not any(isinstance(module, PatchedModule) for module in copied.modules())
-        assert torch.equal(copied(ids).logits, 2 * before.logits)
+        twin = copied(model)
+        check_plain(twin)
+        with torch.no_grad():
+            twin.lm_head.weight.mul_(2)
+            assert torch.equal(twin(ids).logits, 2 * before.logits)
+            assert torch.equal(model(ids).logits, before.logits)
+        with ContextPatcher(twin) as another:
+            works(another)
         works(patcher)
         with pytest.raises(TypeError, match="copy the model, and attach another patcher"):
             copy.deepcopy(patcher)
+    before.check(model)
+
+
+def test_a_copy_of_a_model_in_a_pass_or_with_an_applied_patch_is_refused() -> None:
+    """It would keep the hooks and factors; the cure is a copy afterwards."""
+    model: Any = build("llama")
+    before, refused = Snapshot(model), pytest.raises(ValueError, match="copy the model before or")
+    with ContextPatcher(model) as patcher:
+        patch = patcher.compute(IDS, KEPT)
+        for copied in COPIES:
+            with patcher.applied(patch), refused:
+                copied(model)
+
+        def copy_it(*_: object) -> None:
+            with refused:
+                copy.deepcopy(model.model.layers[1])
+
+        with model.lm_head.register_forward_hook(copy_it):
+            patcher.compute(IDS, KEPT)
+        check_plain(copy.deepcopy(model))
         works(patcher)
     before.check(model)

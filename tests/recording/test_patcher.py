@@ -7,16 +7,18 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.patchers import Snapshot, families, plain_logits, updates, works
+from support.patchers import IDS, Snapshot, families, plain_logits, updates, works
 from support.random_models import build, case, tokens, two_layers
 from support.storages import largest_of
 from torch import Tensor, nn
 
-from icl_patch import ContextPatcher, PatchedLinear, ops
+from icl_patch import ContextPatch, ContextPatcher, PatchedLinear, ops
 from icl_patch.layers.patched_module import PatchedModule
 
 
@@ -262,3 +264,28 @@ def test_no_matrix_of_a_weights_size_is_made(family: str, update: str) -> None:
         )
     assert max(computing, replaying, generating) < ROOMY_SMALLEST / 4
     assert building >= ROOMY_SMALLEST  # it is noticed
+
+
+@pytest.mark.parametrize("under", [False, True])
+def test_a_patch_replays_with_or_without_autocast_as_it_was_made(
+    under: bool, tmp_path: Path
+) -> None:
+    """A loaded one too, whatever surrounds the replay; both runs differ."""
+    model = build("llama")
+    bfloat16 = partial(torch.autocast, "cpu", torch.bfloat16)
+    with ContextPatcher(model) as patcher:
+        with bfloat16(enabled=under):
+            patch = patcher.compute(**case("prefix"))
+            (step,) = patcher.generate(IDS, max_new_tokens=1, mode="two_pass")
+        with bfloat16(enabled=not under):
+            other = patcher.compute(**case("prefix"))
+        assert patch.info.arithmetic == ("autocast bfloat16" if under else "model")
+        assert not torch.equal(patch.logits, other.logits)
+        patch.save(tmp_path / "patch.safetensors")
+        loaded = ContextPatch.load(tmp_path / "patch.safetensors", model)
+        for enabled, made in itertools.product((False, True), (patch, loaded)):
+            with bfloat16(enabled=enabled):
+                logits = patcher.forward(made.kept_ids, made)
+                replayed = patcher.forward(step.patch.kept_ids, step.patch)
+            assert torch.equal(logits[patch.kept_mask], patch.logits[patch.kept_mask])
+            assert torch.equal(replayed[:, -1], step.logits)

@@ -4,16 +4,25 @@ import copy
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.copies import COPIES
 from support.patch_files import read, write
 from support.random_models import build, shallow
 from support.static import CLOSE, IDS, logits, random_examples, random_patch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, static
+from icl_patch import (
+    ContextPatch,
+    ContextPatcher,
+    FingerprintMismatch,
+    PatchFormatError,
+    detach,
+    static,
+)
 from icl_patch.errors import StaticPatchWarning
 from icl_patch.models.forward import cache_in, cache_name
 from icl_patch.patch.fingerprints import weight_fingerprint
@@ -188,6 +197,50 @@ def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
     unknown, else_where = replace(patch.info, front=()), replace(patch.info, front=(6,))
     assert (patch + StaticPatch(unknown, patch.changes)).info.front == (5,)
     assert (patch + StaticPatch(else_where, patch.changes)).info.front == ()
+
+
+def test_a_copy_of_a_model_with_an_applied_patch_keeps_it_until_it_is_detached() -> None:
+    """With weights of its own, and with the check of the front, which ends with the patch."""
+    model: Any = build("llama")
+    patch = random_patch(model, 0)
+    patch, before = replace(patch, info=replace(patch.info, front=(5,))), logits(model)
+    with patch.applied(model):
+        copies = [copied(model) for copied in COPIES]
+        expected = logits(model, torch.full_like(IDS, 5))
+    assert torch.equal(logits(model), before)
+    for twin in copies:
+        twin.lm_head.weight.data.mul_(2)
+        assert torch.equal(logits(twin, torch.full_like(IDS, 5)), 2 * expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", StaticPatchWarning)
+            with pytest.raises(StaticPatchWarning, match="begin with the token 5"):
+                logits(twin.eval())
+            copied = copy.deepcopy(twin)
+            vars(next(iter(copied._forward_pre_hooks.values())))["_has_warned"] = False
+            detach(copied)
+            assert torch.equal(logits(copied), 2 * before)
+
+
+def test_saving_a_model_with_an_applied_patch_warns_that_the_patch_is_not_in_it(
+    tmp_path: Path,
+) -> None:
+    model: Any = build("llama")
+    patch, message = random_patch(model, 0), r"without the patch.* call patch\.merge\(model\)"
+    with patch.applied(model):
+        expected = logits(model)
+        for save in (model.state_dict, model.model.state_dict):
+            with pytest.warns(UserWarning, match=message):
+                save()
+        with pytest.warns(UserWarning, match=message):
+            model.save_pretrained(tmp_path)
+    with ContextPatcher(model) as patcher:
+        with patcher.applied(patcher.compute(IDS, IDS)), pytest.warns(UserWarning, match=message):
+            model.state_dict()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.state_dict()
+    patch.merge(model).save_pretrained(tmp_path)  # the cure
+    assert close(logits(type(model).from_pretrained(tmp_path)), expected)
 
 
 def test_files_that_are_made_up_are_refused(tmp_path: Path) -> None:
