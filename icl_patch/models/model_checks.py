@@ -17,7 +17,6 @@ from icl_patch.models.pipeline import is_elsewhere, is_last
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.tolerances import rounding_limit
 
-
 # The oldest and the newest version of transformers that the tests run with.
 TESTED = "5.17", "5.24"
 
