@@ -62,8 +62,8 @@ mutants: $(RUN) build/torchao build/peft ## plant the faults of tools/mutants.to
 build/gguf: | $(RUN)
 	@$(PIP) --no-deps --target $@ gguf==0.19.0 accelerate==1.15.0 || echo "real-model: no gguf, without which no model can be made" >&2
 
-real-model: $(RUN) build/gguf ## fetch SmolLM2-135M-Instruct, once, and print its folder; MODEL=FOLDER: put it there
-	@PYTHONPATH=build/gguf $(RUN) tools/real_model.py $(MODEL)
+real-model: $(RUN) build/gguf ## fetch SmolLM2-135M-Instruct, once, and print its folder; MODEL=FOLDER: put it there; NAME=gemma-3-270m GEMMA_TERMS=accepted: Gemma 3 270M, under Google's terms
+	@PYTHONPATH=build/gguf GEMMA_TERMS=$(GEMMA_TERMS) $(RUN) tools/real_model.py $(if $(NAME),--name $(NAME)) $(MODEL)
 
 real: $(RUN) $(if $(MODEL),,build/gguf) ## exact patches on a real model, 5,000 tokens and more in each dtype, then the papers' experiments on it; resumes a stopped run; MODEL=FOLDER: another model; REAL=--short
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
