@@ -391,18 +391,23 @@ def import_torch() -> Any:
 
 def stage(title: str) -> Status:
     """A labelled spinner on stderr if that is a terminal, for work that cannot be counted."""
-    return Console(stderr=True).status(title)
+    return _stderr().status(title)
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
-    console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    with Progress(*columns, console=_stderr(), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _stderr() -> Console:
+    """Stderr, to which nothing is written unless it is a terminal."""
+    console = Console(stderr=True)
+    console.quiet = not console.is_terminal
+    return console
 
 
 class OutputError(OSError):
@@ -447,9 +452,7 @@ def print_result(options: argparse.Namespace, result: dict[str, Any], *renderabl
             raise
 
 
-def _print(
-    options: argparse.Namespace, result: dict[str, Any], renderables: Sequence[Any]
-) -> None:
+def _print(options: argparse.Namespace, result: dict[str, Any], renderables: Sequence[Any]) -> None:
     from icl_patch.evaluation.report import to_json
 
     if options.json:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     program, as_json = "icl-patch", "--json" in given
     if sys.stderr is None:  # it was closed, and print would write to stdout in its place
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stdout is None:
         closed = OSError("expected an open stdout, got a closed one: redirect it, as >/dev/null")
         return _report(program, closed, 2, False)
@@ -108,7 +108,7 @@ def _report(program: str, error: Exception, status: int, as_json: bool) -> int:
             print(f"{usage}{program}: {error}", file=sys.stderr)
     except common.OutputError as unwritten:
         if unwritten.errno != errno.EPIPE:
-            return _report(program, unwritten, 2, False)
+            return _report(program, error, status, False)
     except OSError:  # nobody can be told but by the status
         common.discard(sys.stderr)
     return status
