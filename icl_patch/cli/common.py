@@ -6,16 +6,16 @@ Nothing here imports torch before an option's value or a command asks for it.
 import argparse
 import errno
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.status import Status
 
+from icl_patch.cli.output import OutputError, output
 from icl_patch.texts import check_text, read_text
 
 if TYPE_CHECKING:
@@ -408,30 +408,6 @@ def _stderr() -> Console:
     console = Console(stderr=True)
     console.quiet = not console.is_terminal
     return console
-
-
-class OutputError(OSError):
-    """Stdout cannot be written; with ``errno.EPIPE`` its reader has closed it."""
-
-
-@contextmanager
-def output() -> Iterator[None]:
-    """Write to stdout, to the end.
-
-    Raises:
-        OutputError: it cannot be written; from then on nothing more is.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        discard(sys.stdout)
-        raise OutputError(error.errno, f"cannot write to stdout: {error.strerror}") from error
-
-
-def discard(stream: TextIO) -> None:
-    """Drop all that a stream has not written yet, and what comes: Python flushes it at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Console(Console):

@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--end",
         type=lambda text: common.text(text).replace("\\n", "\n"),
         metavar="TEXT",
-        help=r"the token that ends an answer, \n for a line end (default: end of sequence)",
+        help=r"the token that ends an answer, \n for a line end (default: end of sequence, in a"
+        " chat the end of the turn)",
     )
     parser.add_argument(
         "--parts",

@@ -36,6 +36,7 @@ from icl_patch.cli import (
     report,
     verify,
 )
+from icl_patch.cli.output import OutputError, discard, output
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 
 COMMANDS = "icl_patch.commands"
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(given)
         program, as_json = f"icl-patch {options.command}", options.json
         status = int(options.run(options))
-        with common.output():  # what a command of another package has left to flush
+        with output():  # what a command of another package has left to flush
             return status
     except _UsageError as error:
         raise SystemExit(_report(error.program, error, 2, as_json)) from None
@@ -80,7 +81,7 @@ class _UsageError(Exception):
 class _Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help or the version; argparse ignores errors of stdout."""
-        with common.output():
+        with output():
             print(message, end="")
 
     def error(self, message: str) -> NoReturn:
@@ -93,7 +94,7 @@ def _report(program: str, error: Exception, status: int, as_json: bool) -> int:
 
     An error of stdout itself is always a line. It is none if the reader has closed it.
     """
-    if isinstance(error, common.OutputError):
+    if isinstance(error, OutputError):
         if error.errno == errno.EPIPE:
             return 0
         as_json = False
@@ -101,16 +102,16 @@ def _report(program: str, error: Exception, status: int, as_json: bool) -> int:
         if as_json:
             kind = "UsageError" if isinstance(error, _UsageError) else type(error).__name__
             found = {"error": {"type": kind, "message": str(error)}, "status": status}
-            with common.output():
+            with output():
                 print(json.dumps(found))
         else:
             usage = error.usage if isinstance(error, _UsageError) else ""
             print(f"{usage}{program}: {error}", file=sys.stderr)
-    except common.OutputError as unwritten:
+    except OutputError as unwritten:
         if unwritten.errno != errno.EPIPE:
             return _report(program, error, status, False)
     except OSError:  # nobody can be told but by the status
-        common.discard(sys.stderr)
+        discard(sys.stderr)
     return status
 
 

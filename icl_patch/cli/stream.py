@@ -2,13 +2,13 @@
 
 from transformers import TextStreamer
 
-from icl_patch.cli import common
+from icl_patch.cli.output import output
 
 
 class PrintedText(TextStreamer):
-    """Prints to stdout, and reports its errors as :func:`icl_patch.cli.common.output` does."""
+    """Prints to stdout, and reports its errors as :func:`icl_patch.cli.output.output` does."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the text."""
-        with common.output():
+        with output():
             super().on_finalized_text(text, stream_end)

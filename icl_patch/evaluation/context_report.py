@@ -137,9 +137,9 @@ def context_report(
     device = input_device(model)
     context_ids, question_ids = (ids.to(device) for ids in split_ids(tokenizer, prompt))
     ids = torch.cat([context_ids, question_ids], 1)
-    without_ids = torch.tensor([encode(tokenizer, prompt.without, front=not prompt.chat)])
+    without = encode(tokenizer, prompt.without, front=not prompt.chat)
     with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
-        without_ids = without_ids.to(device)
+        without_ids = torch.tensor([without], device=device)
         found = three_continuations(patcher, ids, without_ids, max_new_tokens, prompt.chat)
         answer = found["with_context"]
         patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1))

@@ -53,6 +53,6 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, configured: Tokens) -> int 
         except TemplateError:  # it takes no answer, or none as the last message
             continue
         behind = encode(tokenizer, text.partition(_ANSWER)[2])
-        if end := next((token for token in behind if token in ends), None):
-            return end
+        if found := [token for token in behind if token in ends]:
+            return found[0]
     return None

@@ -39,6 +39,7 @@ CASES = {  # template, the configuration's ends, those of a chat, those of a tex
     "GLM-4": (GLM4, ["</s>", "<|user|>"], ["<|user|>", "</s>"], ["</s>", "<|user|>"]),
     "a template without ends": (PLAIN, ["</s>"], ["</s>"], ["</s>"]),
     "a template that takes no answers": (NO_ANSWERS, ["</s>"], ["</s>"], ["</s>"]),
+    "an end with the id 0": (LLAMA3.replace("<|end|>", "<pad>"), ["</s>"], ["<pad>", "</s>"], None),
     "nothing configured": (PHI3, None, ["<|end|>"], ["</s>"]),
 }
 
