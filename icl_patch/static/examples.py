@@ -94,13 +94,16 @@ def examples(
             f"expected at least one question, and no answers or one for each, got {len(questions)}"
             f" and {0 if answers is None else len(answers)}"
         )
-    given = {"context": context, "system": system, "chat": chat}
-    prompts = [make_prompt(tokenizer, question, **given) for question in questions]
+    prompts = [
+        make_prompt(tokenizer, question, context=context, system=system, chat=chat)
+        for question in questions
+    ]
     kinds = {prompt.chat for prompt in prompts}
     ends = {in_chat: _ends(model, tokenizer, end, in_chat) for in_chat in kinds}
     before = {True: (), False: front(model, tokenizer) if False in kinds else ()}
+    texts = [None] * len(prompts) if answers is None else answers
     found = []
-    for prompt, answer in zip(prompts, answers or [None] * len(prompts), strict=True):
+    for prompt, answer in zip(prompts, texts, strict=True):
         with_context, without = (
             (*before[prompt.chat], *encode(tokenizer, text))
             for text in (prompt.with_context, prompt.without)
