@@ -458,7 +458,8 @@ class ContextPatcher:
                 the chat template writes before it.
             chat: the context begins the user's (first) message of a chat. See
                 :func:`icl_patch.models.prompts.make_prompt`.
-            max_new_tokens, arguments: as for :meth:`generate`.
+            max_new_tokens, arguments: as for :meth:`generate`. By default an answer in a chat ends
+                with the assistant's turn, see :func:`icl_patch.models.ends.answer_ends`.
 
         Returns:
             :class:`icl_patch.generation.answering.Answer`: the text, its tokens, and one patch of

@@ -4,6 +4,8 @@ Nothing here imports torch before an option's value or a command asks for it.
 """
 
 import argparse
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.status import Status
+
+from icl_patch.cli.output import OutputError, output
+from icl_patch.texts import check_text, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +131,7 @@ def add_prompt(
     source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument(
         "--context",
+        type=text,
         metavar="TEXT",
         help="the context, before the question"
         + ("" if required else f" (default, without a question: {default})"),
@@ -134,11 +140,12 @@ def add_prompt(
         "--context-file", type=Path, metavar="FILE", help="read the context from a UTF-8 file"
     )
     source.add_argument(
-        "--system", metavar="TEXT", help="the context is the system message of a chat"
+        "--system", type=text, metavar="TEXT", help="the context is the system message of a chat"
     )
     parser.add_argument(
         "--question",
         *(["--kept"] if required else []),
+        type=text,
         metavar="TEXT",
         help="the text after the context; in a chat the user's message"
         + ("; it runs without the context" if required else ""),
@@ -224,6 +231,15 @@ def refuse(options: argparse.Namespace, names: Sequence[str], where: str) -> Non
 def add_update(parser: argparse.ArgumentParser) -> None:
     """Add ``--update``."""
     parser.add_argument("--update", choices=UPDATES, default="exact", help="default: exact")
+
+
+def text(value: str) -> str:
+    """A text option."""
+    try:
+        check_text(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return value
 
 
 def positive(text: str) -> int:
@@ -358,22 +374,6 @@ def prompt_text(options: argparse.Namespace) -> str | None:
     return "".join(given) if given else None
 
 
-def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        ValueError: it is not UTF-8.
-        OSError: it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"expected UTF-8 text in {path}, got byte 0x{error.object[error.start]:02x} at"
-            f" {error.start}: convert it, as by iconv -f LATIN1 -t UTF-8"
-        ) from error
-
-
 def front_of(patch: "StaticPatch", tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """With which token the prompts of a static patch are to begin, a line if it is known."""
     return [
@@ -391,28 +391,44 @@ def import_torch() -> Any:
 
 def stage(title: str) -> Status:
     """A labelled spinner on stderr if that is a terminal, for work that cannot be counted."""
-    return Console(stderr=True).status(title)
+    return _stderr().status(title)
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
-    console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    with Progress(*columns, console=_stderr(), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _stderr() -> Console:
+    """Stderr, to which nothing is written unless it is a terminal."""
+    console = Console(stderr=True)
+    console.quiet = not console.is_terminal
+    return console
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to ``main``, for which it is no error."""
-        raise BrokenPipeError
+        """Leave it to :func:`output`; rich would end the process."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def print_result(options: argparse.Namespace, result: dict[str, Any], *renderables: Any) -> None:
-    """Print the result as one JSON object with ``--json``, else the texts and tables."""
+    """Print the result as one JSON object with ``--json``, else the texts and tables. A reader that
+    has closed stdout, such as ``head``, does not change the command's exit status.
+    """
+    try:
+        with output():
+            _print(options, result, renderables)
+    except OutputError as error:
+        if error.errno != errno.EPIPE:
+            raise
+
+
+def _print(options: argparse.Namespace, result: dict[str, Any], renderables: Sequence[Any]) -> None:
     from icl_patch.evaluation.report import to_json
 
     if options.json:

@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     source = common.add_prompt(parser)
     common.add_update(parser)
-    parser.add_argument("--prefix", metavar="TEXT", help="tokens before the context that stay")
+    meaning = "text before the context, whose tokens stay"
+    parser.add_argument("--prefix", type=common.text, metavar="TEXT", help=meaning)
     meaning = "file to write (.safetensors); with --dataset the folder"
     common.add_out(parser, meaning, metavar="FILE|FOLDER")
     many = parser.add_argument_group(
@@ -73,20 +74,17 @@ def run(options: argparse.Namespace) -> int:
 def _extract_one(options: argparse.Namespace) -> int:
     common.check_out(options)
     model, tokenizer = common.load(options)
-    from icl_patch.evaluation.loading import encode_contexts
-    from icl_patch.models.prompts import own_front, split_ids
+    from icl_patch.models.prompts import cut_ids
 
     prompt = common.read_prompt(options, tokenizer)
-    ids, kept = (x.to(model.device) for x in split_ids(tokenizer, prompt))
-    prefix: dict[str, Any] = {}
-    if options.prefix is not None:
-        if prompt.chat:
-            raise ValueError("expected no --prefix of a chat, which its template begins")
-        prefix["prefix_ids"] = encode_contexts(tokenizer, [options.prefix])[0].to(model.device)
-        if own_front(tokenizer):
-            ids = ids[:, 1:]  # one sequence has one beginning, and it is in the prefix
+    if options.prefix is not None and prompt.chat:
+        raise ValueError("expected no --prefix of a chat, which its template begins")
+    before = options.prefix or ""
+    places = [*([] if options.prefix is None else [len(before)]), len(before) + prompt.kept]
+    parts = cut_ids(tokenizer, before + prompt.with_context, places, front=not prompt.chat)
+    *prefix, ids, kept = (part.to(model.device) for part in parts)
     with common.attach(options, model, tokenizer) as patcher, common.stage("computing the patch"):
-        patch = patcher.compute(ids, kept, **prefix)
+        patch = patcher.compute(ids, kept, prefix_ids=prefix[0] if prefix else None)
         patch.save(options.out)
     result = {
         "file": str(options.out),
@@ -146,7 +144,6 @@ def _extract_many(options: argparse.Namespace) -> int:
     if summary.rejected:
         text += f"; rows without a patch: {summary.rejected}, for the reasons in {rejects}"
     common.print_result(options, result, text)
-    sys.stdout.flush()
     _await_others(share)
     return 1 if summary.rejected else 0
 

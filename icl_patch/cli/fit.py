@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
+from icl_patch.texts import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,9 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--end",
-        type=lambda text: text.replace("\\n", "\n"),
+        type=lambda text: common.text(text).replace("\\n", "\n"),
         metavar="TEXT",
-        help=r"the token that ends an answer, \n for a line end (default: end of sequence)",
+        help=r"the token that ends an answer, \n for a line end (default: end of sequence, in a"
+        " chat the end of the turn)",
     )
     parser.add_argument(
         "--parts",
@@ -159,8 +161,8 @@ def read_examples(
 def _read_json(file: Path, kind: type) -> list[Any]:
     """A list of JSON values of one kind, not empty."""
     try:
-        value = json.loads(common.read_text(file))
-    except json.JSONDecodeError as error:
+        value = json.loads(read_text(file))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"expected JSON in {file}, got {error}") from error
     if not isinstance(value, list) or not value or not all(isinstance(x, kind) for x in value):
         raise ValueError(f"expected a list of {kind.__name__} in {file}, got {value!r:.80}")

@@ -2,9 +2,12 @@
 
 import argparse
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HELP = "generate with freshly patched weights at every token"
 # As in generation.loop, which imports torch.
@@ -51,15 +54,14 @@ def run(options: argparse.Namespace) -> int:
     if options.patch is not None:
         return _with_patch(options)
     model, tokenizer = common.load(options)
-    from transformers import TextStreamer
-
+    from icl_patch.cli.stream import PrintedText
     from icl_patch.evaluation.loading import default_context, encode_inputs
 
     prompt = common.prompt_text(options)
     prompt = default_context(model) if prompt is None else prompt
     ids, mask, _ = encode_inputs(model, tokenizer, prompt, options.chat, options.system)
     mode, token_ids = "", []
-    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer: Any = PrintedText(tokenizer, skip_prompt=True, skip_special_tokens=True)
     bar: Any = common.progress_bar("generating") if options.json else nullcontext()
     with common.attach(options, model, tokenizer) as patcher:
         with common.stage("reading the context"):
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
                 streamer=None if options.json else streamer,
                 mode=options.mode,
                 compile=options.compile,
-                **_sampling(options),
+                **_choices(options, model, tokenizer),
             )
         with bar as progress:
             for step in coming:
@@ -89,10 +91,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``generate`` that ``--sample`` and ``--temperature`` give."""
+def _choices(
+    options: argparse.Namespace, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> dict[str, Any]:
+    """The arguments of ``generate``: how tokens are chosen, and where a chat's answer ends."""
+    from icl_patch.models.ends import chat_ends
+
+    ends = chat_ends(model, tokenizer, options.chat or options.system is not None)
     given = {} if options.temperature is None else {"temperature": options.temperature}
-    return {"do_sample": options.sample, **given}
+    return {"do_sample": options.sample, **given, **ends}
 
 
 def _with_patch(options: argparse.Namespace) -> int:
@@ -115,7 +122,7 @@ def _with_patch(options: argparse.Namespace) -> int:
             ids.to(model.device),
             attention_mask=torch.ones_like(ids, device=model.device),
             max_new_tokens=options.max_new_tokens,
-            **_sampling(options),
+            **_choices(options, model, tokenizer),
         )
     token_ids = out[0, ids.shape[1] :].tolist()
     text = str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -11,6 +11,7 @@ that it needs: ``--help`` does not wait for torch.
 """
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from importlib.metadata import entry_points
 from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from icl_patch._version import __version__
 from icl_patch.cli import (
@@ -35,6 +36,7 @@ from icl_patch.cli import (
     report,
     verify,
 )
+from icl_patch.cli.output import OutputError, discard, output
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 
 COMMANDS = "icl_patch.commands"
@@ -42,29 +44,28 @@ COMMANDS = "icl_patch.commands"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    program, as_json = "icl-patch", "--json" in given
+    if sys.stderr is None:  # it was closed, and print would write to stdout in its place
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stdout is None:
+        closed = OSError("expected an open stdout, got a closed one: redirect it, as >/dev/null")
+        return _report(program, closed, 2, False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ∞ must not cost the result
-    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = _parser().parse_args(given)
-    except _UsageError as error:
-        if "--json" not in given:
-            print(error.usage, end="", file=sys.stderr)
-        raise SystemExit(_report(error.program, error, 2, "--json" in given)) from None
-    program = f"icl-patch {options.command}"
-    try:
+        program, as_json = f"icl-patch {options.command}", options.json
         status = int(options.run(options))
-        sys.stdout.flush()
-        return status
+        with output():  # what a command of another package has left to flush
+            return status
+    except _UsageError as error:
+        raise SystemExit(_report(error.program, error, 2, as_json)) from None
     except (FingerprintMismatch, PatchFormatError, ControllabilityError) as error:
-        return _report(program, error, 1, options.json)
-    # the reader of stdout has closed it; drop the rest of the buffer
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _report(program, error, 1, as_json)
     except (ValueError, TypeError, OSError, argparse.ArgumentTypeError) as error:
-        return _report(program, error, 2, options.json)
+        return _report(program, error, 2, as_json)
     except KeyboardInterrupt:
         return 130
 
@@ -78,18 +79,39 @@ class _UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help or the version; argparse ignores errors of stdout."""
+        with output():
+            print(message, end="")
+
     def error(self, message: str) -> NoReturn:
         """Leave it to ``main``, which may have to print JSON."""
         raise _UsageError(message, self.prog, self.format_usage())
 
 
 def _report(program: str, error: Exception, status: int, as_json: bool) -> int:
-    """Print an error, as a line on stderr or as JSON on stdout; returns the exit status."""
-    if as_json:
-        kind = "UsageError" if isinstance(error, _UsageError) else type(error).__name__
-        print(json.dumps({"error": {"type": kind, "message": str(error)}, "status": status}))
-    else:
-        print(f"{program}: {error}", file=sys.stderr)
+    """Print an error, as a line on stderr or as JSON on stdout; returns the exit status.
+
+    An error of stdout itself is always a line. It is none if the reader has closed it.
+    """
+    if isinstance(error, OutputError):
+        if error.errno == errno.EPIPE:
+            return 0
+        as_json = False
+    try:
+        if as_json:
+            kind = "UsageError" if isinstance(error, _UsageError) else type(error).__name__
+            found = {"error": {"type": kind, "message": str(error)}, "status": status}
+            with output():
+                print(json.dumps(found))
+        else:
+            usage = error.usage if isinstance(error, _UsageError) else ""
+            print(f"{usage}{program}: {error}", file=sys.stderr)
+    except OutputError as unwritten:
+        if unwritten.errno != errno.EPIPE:
+            return _report(program, error, status, False)
+    except OSError:  # nobody can be told but by the status
+        discard(sys.stderr)
     return status
 
 

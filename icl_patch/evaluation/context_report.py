@@ -22,7 +22,7 @@ from icl_patch.evaluation import report
 from icl_patch.evaluation.demo import three_continuations
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.prompts import Prompt, split_ids
+from icl_patch.models.prompts import Prompt, encode, split_ids
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
 
@@ -137,10 +137,10 @@ def context_report(
     device = input_device(model)
     context_ids, question_ids = (ids.to(device) for ids in split_ids(tokenizer, prompt))
     ids = torch.cat([context_ids, question_ids], 1)
-    special = not prompt.chat  # a template writes them itself
-    without_ids = tokenizer(prompt.without, add_special_tokens=special, return_tensors="pt")
+    without = encode(tokenizer, prompt.without, front=not prompt.chat)
     with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
-        found = three_continuations(patcher, ids, without_ids.input_ids.to(device), max_new_tokens)
+        without_ids = torch.tensor([without], device=device)
+        found = three_continuations(patcher, ids, without_ids, max_new_tokens, prompt.chat)
         answer = found["with_context"]
         patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1))
         specials = set(tokenizer.all_special_ids)

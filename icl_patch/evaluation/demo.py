@@ -13,7 +13,8 @@ from icl_patch.evaluation import embedded
 from icl_patch.evaluation.embedded import Prompt
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.prompts import make_prompt, padded, split_ids
+from icl_patch.models.ends import chat_ends
+from icl_patch.models.prompts import encode, make_prompt, padded, split_ids
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
@@ -61,7 +62,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Tensor,
 
 @torch.no_grad()
 def three_continuations(
-    patcher: ContextPatcher, ids: Tensor, without_ids: Tensor, max_new_tokens: int
+    patcher: ContextPatcher, ids: Tensor, without_ids: Tensor, max_new_tokens: int, chat: bool
 ) -> dict[str, Tensor]:
     """Greedy tokens (1, N) after a prompt with its context, after one without it, and of the
     patched model: ``with_context``, ``without`` and ``patched``.
@@ -69,9 +70,11 @@ def three_continuations(
     The patched model takes steps of two passes, each replayed: where the replay on the current
     token alone prefers another token than the step, this token counts.
 
-    ids: (1, C + T) int64. without_ids: (1, T').
+    ids: (1, C + T) int64. without_ids: (1, T'). chat: whether the answers end with the turn.
     """
+    assert patcher.tokenizer is not None
     greedy: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    greedy |= chat_ends(patcher.model, patcher.tokenizer, chat)
 
     def generated(prompt: Tensor) -> Tensor:
         generate: Any = patcher.model.generate
@@ -101,9 +104,10 @@ def answer_each(
         for prompt in prompts:
             chat = prompt.kind == "chat"
             parts = encoded(tokenizer, prompt)
-            alone = parts[1] if chat else tokenizer(prompt.question, return_tensors="pt").input_ids
+            own = encode(tokenizer, prompt.question, front=True)
+            alone = parts[1] if chat else torch.tensor([own])
             ids, without = (x.to(input_device(model)) for x in (torch.cat(parts, 1), alone))
-            found = three_continuations(patcher, ids, without, _ANSWER_TOKENS)
+            found = three_continuations(patcher, ids, without, _ANSWER_TOKENS, chat)
             texts = {key: decode(x[0], skip_special_tokens=True) for key, x in found.items()}
             if not chat:
                 texts = {key: text.split("\n", 1)[0] for key, text in texts.items()}

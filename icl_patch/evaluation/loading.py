@@ -20,7 +20,7 @@ from transformers import (
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation import embedded
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.prompts import chat_text, padded
+from icl_patch.models.prompts import chat_text, encode, padded
 
 MARS_PROMPT = (
     "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed"
@@ -106,7 +106,7 @@ def encode_contexts(
     chat = chat or system is not None
     if chat:
         contexts = [chat_text(tokenizer, text, system) for text in contexts]
-    rows = [tokenizer(text, add_special_tokens=not chat)["input_ids"] for text in contexts]
+    rows = [encode(tokenizer, text, front=not chat) for text in contexts]
     if not rows or not all(rows):
         raise ValueError("expected contexts of at least one token, got an empty one")
     return padded(rows, "left")

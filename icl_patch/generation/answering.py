@@ -9,6 +9,7 @@ from torch import Tensor
 from icl_patch.generation import loop
 from icl_patch.generation.plans import StepPlans
 from icl_patch.layers.device_hooks import input_device
+from icl_patch.models.ends import chat_ends
 from icl_patch.models.prompts import Question, make_prompt, split_ids
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import assemble
@@ -54,6 +55,8 @@ def answer(
         ids.to(input_device(attached.model)) for ids in split_ids(attached.tokenizer, asked)
     )
     prompt = torch.cat([context_ids, question_ids], 1)
+    if not {"eos_token_id", "generation_config"} & arguments.keys():
+        arguments |= chat_ends(attached.model, attached.tokenizer, asked.chat)
     # in two passes, as the patch below is computed
     steps = loop.generate(plans, prompt, None, max_new_tokens, None, "two_pass", **arguments)
     token_ids = torch.stack([step.token_ids for step in steps], 1)

@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from icl_patch.texts import check_text
+
 Tokens = tuple[int, ...]
 Messages = Sequence[Mapping[str, str]]
 Question = str | Messages
 
 # Characters that Unicode keeps out of texts: they mark two places while a template writes a chat.
 _END, _BEGIN = "\ufdd0", "\ufdd1"
+_ANY_TEXT = "a 0"  # which every tokenizer has tokens for
 
 
 @dataclass(frozen=True)
@@ -183,9 +186,18 @@ def _end_of_system(
     return len(before.replace(_BEGIN, "")) + len(between)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
-    """The ids of a text, without special tokens of the tokenizer's own."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, front: bool = False) -> Tokens:
+    """The ids of a text that the model is to continue, with ``front`` behind :func:`own_front`.
+
+    A token that the tokenizer puts behind a text by itself, such as ``</s>``, is left out: the
+    model would answer behind the end.
+
+    Raises:
+        ValueError: UTF-8 cannot encode the text.
+    """
+    check_text(text)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return (*(own_front(tokenizer) if front else ()), *ids)
 
 
 def padded(rows: Sequence[Sequence[int] | Tensor], side: str) -> tuple[Tensor, Tensor]:
@@ -198,32 +210,46 @@ def padded(rows: Sequence[Sequence[int] | Tensor], side: str) -> tuple[Tensor, T
 
 
 def own_front(tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The one token, such as ``<bos>``, that the tokenizer puts before a text by itself, if any."""
-    first = tokenizer("")["input_ids"][:1]
-    return tuple(first) if first and first[0] == tokenizer.bos_token_id else ()
+    """The tokens, such as ``<bos>``, that the tokenizer puts before every text by itself."""
+    encoded = tokenizer(_ANY_TEXT, return_special_tokens_mask=True)
+    special = [*encoded["special_tokens_mask"], 0]
+    return tuple(encoded["input_ids"][: special.index(0)])
 
 
 def split_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Tensor, Tensor]:
-    """The tokens of the prompt with its context, (1, C) and (1, T), cut where the kept text begins.
-    A token across the cut is kept.
+    """The tokens of the prompt with its context, (1, C) and (1, T), cut where the kept text begins:
+    together those of :func:`encode`. A token across the cut is kept.
 
     Raises:
-        ValueError: one side has no tokens.
+        ValueError: one side has no tokens; or as :func:`encode`.
         NotImplementedError: the tokenizer is slow: it does not know where a token begins.
     """
-    text: Any = prompt.with_context
-    encoded = tokenizer(
-        text,
-        add_special_tokens=not prompt.chat,
-        return_offsets_mapping=True,
-        verbose=False,  # of long texts it warns where we raise an error
-    )
-    ends = [end for _, end in encoded["offset_mapping"]]
-    count = next((place for place, end in enumerate(ends) if end > prompt.kept), len(ends))
-    ids = torch.tensor([encoded["input_ids"]], dtype=torch.int64)
-    if not any(ends[:count]) or count == len(ends):  # special tokens end at 0
+    context, kept = cut_ids(tokenizer, prompt.with_context, [prompt.kept], front=not prompt.chat)
+    return context, kept
+
+
+def cut_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, places: Sequence[int], *, front: bool
+) -> list[Tensor]:
+    """The tokens of a text, as :func:`encode` gives them, cut at these places: (1, N) int64 each. A
+    token across a cut belongs to the part in which it ends. Raises as :func:`split_ids`.
+    """
+    check_text(text)
+    # of long texts the tokenizer warns where we raise an error
+    options: Any = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    encoded = tokenizer(text, **options)
+    ids, ends = encoded["input_ids"], [end for _, end in encoded["offset_mapping"]]
+    cuts = [next((i for i, end in enumerate(ends) if end > at), len(ends)) for at in places]
+    spans = list(zip([0, *cuts], [*cuts, len(ends)], strict=True))
+    parts = [text[i:j] for i, j in zip([0, *places], [*places, len(text)], strict=True)]
+    first = own_front(tokenizer) if front else ()
+    filled = [any(ends[start:stop]) for start, stop in spans]
+    filled[0] |= not parts[0] and bool(first)
+    if not all(filled):
         raise ValueError(
             "expected a context and a question of at least one token each, got"
-            f" {prompt.with_context[: prompt.kept]!r} and {prompt.with_context[prompt.kept :]!r}"
+            f" {' and '.join(map(repr, parts))}"
+            + (", which share a token: let each end where a word ends" if all(parts) else "")
         )
-    return ids[:, :count], ids[:, count:]
+    rows = [ids[start:stop] for start, stop in spans]
+    return [torch.tensor([row]) for row in ([*first, *rows[0]], *rows[1:])]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.models.prompts import make_prompt, split_ids
+from icl_patch.texts import check_text, read_lines, read_text
 
 _READ_AT_ONCE = 1024  # rows of a Parquet file
 
@@ -131,7 +133,7 @@ def encode_row(
 def read_record(number: int | None, record: Any, columns: Columns) -> Row | Reject:
     """The row of a record: a dictionary, or anything else that stood in its place."""
     if isinstance(record, Exception):
-        return Reject(number, f"expected a JSON object on one line: {record}")
+        return Reject(number, str(record))
     if not isinstance(record, dict):
         return Reject(number, f"expected a JSON object on one line, got {record!r:.80}")
     texts = []
@@ -145,9 +147,9 @@ def read_record(number: int | None, record: Any, columns: Columns) -> Row | Reje
         if not isinstance(text, str) or not text:
             return Reject(number, f"expected text in column {name!r}, got {text!r:.80}")
         try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can escape half a surrogate pair
-            return Reject(number, f"expected Unicode text in column {name!r}, got {error}")
+            check_text(text)
+        except ValueError as error:
+            return Reject(number, f"in column {name!r}: {error}")
         texts.append(text)
     return Row(number, *texts)
 
@@ -166,13 +168,13 @@ def _files(dataset: Path) -> list[Path]:
 def _files_of_folder(folder: Path) -> list[Path]:
     try:
         if (splits := folder / "dataset_dict.json").is_file():
-            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+            names = json.loads(read_text(splits))["splits"]
             raise ValueError(
                 f"expected one split of {folder}, got all of them ({', '.join(names)}): name one,"
                 f" as {folder / names[0]}"
             )
         if (state := folder / "state.json").is_file():
-            data_files = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+            data_files = json.loads(read_text(state))["_data_files"]
             return [folder / entry["filename"] for entry in data_files]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
@@ -187,18 +189,20 @@ def _files_of_folder(folder: Path) -> list[Path]:
 
 def _json_lines(file: Path, columns: Columns) -> Iterator[Any]:
     """A value a line, or the error of one that is not JSON."""
-    with file.open("rb") as lines:
-        for line in lines:
-            if line.isspace():
-                continue
+    for line in read_lines(file):
+        if isinstance(line, ValueError):
+            yield line
+        elif line.strip(string.whitespace):
             try:
                 yield json.loads(line)
-            except (ValueError, RecursionError) as error:  # ValueError: also of UTF-8
-                yield error
+            except (ValueError, RecursionError) as error:
+                yield ValueError(f"expected a JSON object on one line: {error}")
 
 
-def _columnar(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
-    """The rows of Parquet, or of Arrow's stream format, which ``datasets`` writes."""
+def _columnar(file: Path, columns: Columns) -> Iterator[Any]:
+    """The rows of Parquet, or of Arrow's stream format, which ``datasets`` writes; or the error of
+    one whose text is not UTF-8.
+    """
     parquet = file.suffix == ".parquet"
     try:
         if parquet:
@@ -209,12 +213,23 @@ def _columnar(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
             batches = pa.ipc.open_stream(pa.memory_map(str(file)))
             _check_columns(file, batches.schema.names, columns)
         for batch in batches:
-            yield from batch.select(columns.names).to_pylist()
+            yield from _records(batch.select(columns.names))
     except (pa.ArrowInvalid, OSError) as error:
         if getattr(error, "errno", None):  # the file cannot be read
             raise
         kind = "Parquet" if parquet else "Arrow's stream format"
         raise ValueError(f"expected a whole file of {kind}, got {file}: {error}") from error
+
+
+def _records(batch: pa.RecordBatch) -> list[Any]:
+    """The rows of a batch; of one whose text is not UTF-8, which a file can hold, the error."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if len(batch) > 1:
+            return [record for n in range(len(batch)) for record in _records(batch.slice(n, 1))]
+        byte = f"0x{error.object[error.start]:02x}"
+        return [ValueError(f"expected UTF-8 text, got byte {byte} at {error.start} of a column")]
 
 
 def _check_columns(file: Path, names: list[str], columns: Columns) -> None:

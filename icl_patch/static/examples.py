@@ -1,5 +1,6 @@
 """Examples of a context's effect: prompts with the context, the same without it, and answers."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from icl_patch.errors import StaticPatchWarning
 from icl_patch.layers.device_hooks import input_device
+from icl_patch.models.ends import answer_ends, configured_ends
 from icl_patch.models.language_model import check_length, check_vocabulary, vocabulary
 from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front, padded
@@ -75,9 +78,8 @@ def examples(
             message; system: the system message of a chat. One of them, see
             :func:`icl_patch.models.prompts.make_prompt`.
         answers: texts, one a question; by default the model answers.
-        end: the one token that ends an answer; it is added to the given answers. By default the
-            tokenizer's end of sequence; an answer that the model gives in a chat ends where its
-            generation configuration says.
+        end: the one token that ends an answer; it is added to the given answers. By default
+            :func:`icl_patch.models.ends.answer_ends`: in a chat the end of the template's turn.
 
     Raises:
         ValueError: questions or answers are no lists of text; ``end`` is not one token; or as
@@ -92,27 +94,57 @@ def examples(
             f"expected at least one question, and no answers or one for each, got {len(questions)}"
             f" and {0 if answers is None else len(answers)}"
         )
-    ends = (tokenizer.eos_token_id,) if end is None else encode(tokenizer, end)
-    if ends == (None,):
+    prompts = [
+        make_prompt(tokenizer, question, context=context, system=system, chat=chat)
+        for question in questions
+    ]
+    kinds = {prompt.chat for prompt in prompts}
+    ends = {in_chat: _ends(model, tokenizer, end, in_chat) for in_chat in kinds}
+    before = {True: (), False: front(model, tokenizer) if False in kinds else ()}
+    texts = [None] * len(prompts) if answers is None else answers
+    found = []
+    for prompt, answer in zip(prompts, texts, strict=True):
+        with_context, without = (
+            (*before[prompt.chat], *encode(tokenizer, text))
+            for text in (prompt.with_context, prompt.without)
+        )
+        ids = None
+        if answer is not None:
+            ids = (*_behind(tokenizer, prompt.with_context, answer), ends[prompt.chat][0])
+        found.append(Example(with_context, without, ids, ends[prompt.chat]))
+    return found
+
+
+def _ends(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end: str | None, chat: bool
+) -> Tokens:
+    """The ids that end an answer, at least one; the first is put behind the given answers."""
+    if end is None:
+        if ends := answer_ends(model, tokenizer, chat):
+            return ends
         raise ValueError(
             "expected the token that ends an answer, got a tokenizer without one: end="
         )
-    if len(ends) != 1:
+    if len(ends := encode(tokenizer, end)) != 1:
         raise ValueError(f"expected an end of one token, got {end!r}, which is {len(ends)}")
-    first = () if chat or system is not None else front(model, tokenizer)
-    found = []
-    for number, question in enumerate(questions):
-        prompt = make_prompt(tokenizer, question, context=context, system=system, chat=chat)
-        answer = None if answers is None else (*encode(tokenizer, answers[number]), *ends)
-        if prompt.chat:
-            ids = encode(tokenizer, prompt.with_context), encode(tokenizer, prompt.without)
-        else:
-            own = encode(tokenizer, prompt.without)
-            before = encode(tokenizer, prompt.with_context[: prompt.kept])
-            ids = (*first, *before, *own), (*first, *own)
-        # a chat's turn may end otherwise than a text: as the model's configuration says
-        found.append(Example(*ids, answer, () if prompt.chat and end is None else ends))
-    return found
+    return ends
+
+
+def _behind(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Tokens:
+    """The ids of an answer as they follow those of the prompt, with a warning if a token spans
+    both: the model does not write the answer so.
+    """
+    ids, whole = encode(tokenizer, prompt), encode(tokenizer, prompt + answer)
+    if whole[: len(ids)] == ids:
+        return whole[len(ids) :]
+    warnings.warn(
+        f"a token spans the prompt's end, {prompt[-20:]!r}, and the answer's beginning,"
+        f" {answer[:20]!r}, so the model would not write this answer: let the question end where a"
+        " word ends, and the answer begin with the space",
+        StaticPatchWarning,
+        stacklevel=3,
+    )
+    return encode(tokenizer, answer)
 
 
 def documents(
@@ -125,13 +157,13 @@ def documents(
 
 @torch.no_grad()
 def front(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The one token that is to stand before every text, in a tuple; none without special tokens.
+    """The tokens that are to stand before every text; none without special tokens.
 
     Trained models give most of their attention to the first token. One that stays in front keeps
     this attention in its place with a context and without it; where the question's first token
-    takes it, a fit tears it down. It is the token that the tokenizer puts there by itself; else the
-    special token behind which the model finds a few texts most likely, as the one that separated
-    the documents of its training.
+    takes it, a fit tears it down. They are those that the tokenizer puts there by itself; else the
+    one special token behind which the model finds a few texts most likely, as the one that
+    separated the documents of its training.
     """
     if own := own_front(tokenizer):
         return own
@@ -209,8 +241,7 @@ def check_row(model: PreTrainedModel, row: Sequence[int], new: int = 0) -> None:
 
 def ends_of(model: PreTrainedModel, end: Tokens) -> list[int]:
     """The ids that end an answer: ``end``, or those of the model's generation configuration."""
-    own: Any = model.generation_config.eos_token_id if model.generation_config else None
-    return list(end) or ([] if own is None else [own] if isinstance(own, int) else list(own))
+    return list(end or configured_ends(model))
 
 
 def batches(

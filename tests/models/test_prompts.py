@@ -1,12 +1,21 @@
 """Prompts from texts and chats, with templates of well-known models, against what they write."""
 
+import importlib.util
+
 import pytest
+import torch
+from support.random_models import build
+from support.word_tokenizer import VOCABULARY, word_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from icl_patch import static
+from icl_patch.evaluation import demo
+from icl_patch.evaluation.embedded import Prompt
 from icl_patch.evaluation.embedded.train import build_tokenizer
-from icl_patch.models.prompts import chat_text, encode, make_prompt, own_front, split_ids
+from icl_patch.evaluation.loading import encode_contexts
+from icl_patch.models.prompts import chat_text, cut_ids, encode, make_prompt, own_front, split_ids
 
 OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 SMOLLM2 = (
@@ -59,6 +68,11 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer.chat_template = template
     tokenizer.eos_token = "</s>"
     return tokenizer
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The ids of a text by themselves."""
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def chatml(*turns: str) -> str:
@@ -176,9 +190,71 @@ def test_a_token_across_the_cut_is_kept() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
     context_ids, kept_ids = split_ids(tokenizer, make_prompt(tokenizer, "ba", context="ba"))
     assert (context_ids.tolist(), kept_ids.tolist()) == ([[1]], [[2, 0]])
-    with pytest.raises(ValueError, match="at least one token each, got 'a' and 'b'"):
+    message = "at least one token each, got 'a' and 'b', which share a token: let each end where"
+    with pytest.raises(ValueError, match=message):
         split_ids(tokenizer, make_prompt(tokenizer, "b", context="a"))
+    assert split_ids(tokenizer, make_prompt(tokenizer, "b", context="b"))[1].tolist() == [[1]]
     assert own_front(tokenizer) == ()
+
+
+def test_a_text_in_three_parts() -> None:
+    """As with a prefix: the same tokens as of the whole, and a part of special tokens alone."""
+    tokenizer = word_tokenizer()
+    text, places = "Be brief. What is rain?", [3, 10]
+    prefix, context, kept = cut_ids(tokenizer, text, places, front=True)
+    assert torch.cat([prefix, context, kept], 1).tolist() == [[1, *ids_of(tokenizer, text)]]
+    parts = ["<s>Be", " brief.", " What is rain?"]  # the spaces begin words
+    assert [tokenizer.decode(part[0]) for part in (prefix, context, kept)] == parts
+    assert cut_ids(tokenizer, text, [0, 10], front=True)[0].tolist() == [[1]]
+    with pytest.raises(ValueError, match="at least one token each, got '' and"):
+        cut_ids(tokenizer, text, [0, 10], front=False)
+
+
+CUT = [  # where a word's tokens are not those of its parts
+    ("red -> rouge\nblue -> ", "bleu"),
+    ("Be brief. ", "What is rain?"),
+    ("The capital of Fr", "ance is"),
+    ("red -> rouge\n", "blue ->"),
+]
+TOKENIZERS = {  # what they put in front of a text and behind it
+    "front": ("<s>",),
+    "two in front": ("<gmask>", "<s>"),
+    "both": ("<s>",),
+    "behind": (),
+    "none": (),
+}
+
+
+@pytest.mark.parametrize("text", CUT, ids=[question for _, question in CUT])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_context_and_its_question_are_one_text_without_an_end_everywhere(
+    kind: str, text: tuple[str, str]
+) -> None:
+    context, question = text
+    front = TOKENIZERS[kind]
+    tokenizer = word_tokenizer(front, ("</s>",) if kind in ("both", "behind") else ())
+    own = [*tokenizer.convert_tokens_to_ids(front)]
+    whole = [*own, *ids_of(tokenizer, context + question)]
+    assert own_front(tokenizer) == tuple(own)
+    assert encode(tokenizer, context + question, front=True) == tuple(whole)
+    prompt = make_prompt(tokenizer, question, context=context)
+    context_ids, kept_ids = split_ids(tokenizer, prompt)
+    assert torch.cat([context_ids, kept_ids], 1).tolist() == [whole]
+    assert tokenizer.decode(kept_ids[0]).strip() == ("France is" if "Fr" in context else question)
+    model = build("llama", vocab_size=VOCABULARY)
+    (example,) = static.examples(model, tokenizer, [question], context=context)
+    # by default the model chooses one
+    first = own or [*static.front(model, tokenizer)]
+    assert [*example.with_context] == first + whole[len(own) :]
+    assert [*example.without] == first + ids_of(tokenizer, question)
+    assert encode_contexts(tokenizer, [context + question])[0].tolist() == [whole]
+    few_shot = Prompt("few-shot", context, question, "")
+    assert torch.cat(demo.encoded(tokenizer, few_shot), 1).tolist() == [whole]
+    if importlib.util.find_spec("pyarrow"):
+        from icl_patch.scale.rows import Columns, Row, encode_row
+
+        row = encode_row(model, tokenizer, Row(0, context, question), Columns())
+        assert torch.cat([row.context_ids, row.kept_ids], 1).tolist() == [whole]
 
 
 REFUSED = {

@@ -80,13 +80,13 @@ ONE_LINE = "expected a JSON object on one line"
 def test_bad_lines_are_rejected_and_the_others_read(tmp_path: Path) -> None:
     lines: list[tuple[bytes, str]] = [
         (b'{"context": "a", "kept": "b"', f"{ONE_LINE}: Expecting ',' delimiter"),
-        ('{"context": "ä", "kept": "b"}'.encode("latin1"), f"{ONE_LINE}: 'utf-8'"),
+        ('{"context": "ä", "kept": "b"}'.encode("latin1"), "expected UTF-8 text in"),
         (b"[1, 2]", f"{ONE_LINE}, got [1, 2]"),
         (b'{"context": "a"}', "expected a column 'kept', got 'context'"),
         (b'{"context": "a", "kept": 3}', "expected text in column 'kept', got 3"),
         (b'{"context": "", "kept": "b"}', "expected text in column 'context', got ''"),
         (b'{"context": null, "kept": "b"}', "expected text in column 'context', got None"),
-        (rb'{"context": "\ud800", "kept": "b"}', "expected Unicode text in column 'context'"),
+        (rb'{"context": "\ud800", "kept": "b"}', "in column 'context': expected text that UTF-8"),
         (b"[" * 100_000, f"{ONE_LINE}: "),
     ]
     good = b'{"context": "a", "kept": "b"}'
@@ -99,6 +99,16 @@ def test_bad_lines_are_rejected_and_the_others_read(tmp_path: Path) -> None:
     for place, (row, (_, reason)) in enumerate(zip(found[::2], lines, strict=True)):
         assert isinstance(row, Reject) and row.number == 2 * place
         assert row.reason.startswith(reason), row
+
+
+def test_a_text_of_a_table_that_is_not_utf8(tmp_path: Path) -> None:
+    """Parquet does not check it."""
+    contexts = pa.array([b"a", b"caf\xe9", b"c"]).cast(pa.string(), safe=False)
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"context": contexts, "kept": ["x", "y", "z"]}), path)
+    reason = "expected UTF-8 text, got byte 0xe9 at 3 of a column"
+    expected = [Row(0, "a", "x"), Reject(1, reason), Row(2, "c", "z")]
+    assert list(read_rows(path, Columns())) == expected
 
 
 def nothing(path: Path) -> None:

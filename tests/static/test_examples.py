@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from support.chats import TEMPLATE
 from support.random_models import build, longrope
+from support.word_tokenizer import VOCABULARY, word_tokenizer
 
 from icl_patch import embedded, static
+from icl_patch.errors import StaticPatchWarning
 from icl_patch.evaluation import tiny_models
 from icl_patch.static.examples import Example, answered, batches, pad
 from icl_patch.static.student import Student
@@ -66,13 +68,13 @@ def test_a_chat_is_what_the_template_writes(template: str) -> None:
 class Plain:
     """A tokenizer that puts nothing in front of a text."""
 
-    bos_token_id, all_special_ids = 3, [3, 5, 7]
+    all_special_ids = (3, 5, 7)
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def __call__(self, text: str, add_special_tokens: bool = False) -> Any:
-        return self.tokenizer(text, add_special_tokens=False)
+    def __call__(self, text: str, **options: Any) -> Any:
+        return self.tokenizer(text, **options | {"add_special_tokens": False})
 
 
 def test_the_token_in_front_is_the_one_that_makes_texts_likely(loaded: tuple) -> None:
@@ -89,7 +91,7 @@ def test_the_token_in_front_is_the_one_that_makes_texts_likely(loaded: tuple) ->
                 logits = model(ids).logits[0].double()
             losses[token] += float(F.cross_entropy(logits[1:-1], ids[0, 2:], reduction="sum"))
     assert static.front(model, plain) == (min(losses, key=losses.__getitem__),)
-    plain.all_special_ids = []
+    plain.all_special_ids = ()
     assert static.front(model, plain) == ()
 
 
@@ -122,6 +124,24 @@ def test_batches_hold_as_many_tokens_as_they_may() -> None:
     assert batches(lengths, lambda n: n, tokens=12) == [[3, 4, 4], [5], [9], [13]]
     assert batches(lengths, lambda n: n, lambda n: n > 4) == [[3, 4, 4], [5, 9, 13]]
     assert batches(lengths, lambda n: n, count=4) == [[3, 4, 4, 5], [9, 13]]
+
+
+def test_a_given_answer_is_what_follows_the_prompt() -> None:
+    model, tokenizer = build("llama", vocab_size=VOCABULARY), word_tokenizer(behind=["</s>"])
+
+    def given(context: str, question: str, answer: str) -> list[int]:
+        (example,) = static.examples(
+            model, tokenizer, [question], context=context, answers=[answer]
+        )
+        assert example.answer is not None and example.end == (2,)
+        return [*example.with_context, *example.answer]
+
+    whole = tokenizer("red -> rouge\nblue -> bleu").input_ids
+    assert given("red -> rouge\n", "blue ->", " bleu") == whole
+    with pytest.warns(StaticPatchWarning, match=r"'.*blue -> ', and the answer's .*, 'bleu', so"):
+        cut = given("red -> rouge\n", "blue -> ", "bleu")
+    prompt, answer = tokenizer(["red -> rouge\nblue -> ", "bleu"]).input_ids
+    assert cut == [*prompt[:-1], *answer[1:]]  # but the end of one and the beginning of the other
 
 
 def test_empty_parts_are_refused() -> None:
