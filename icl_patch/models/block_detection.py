@@ -238,10 +238,11 @@ class _Reading:
         else:
             biased = isinstance(getattr(down.module, "bias", None), Tensor)
             writer = Writer.BIAS if biased else Writer.WEIGHT
+        written = self.calls.index(post_norm or down or self.experts[0])
         closing = [
             call
-            for call in self.norms
-            if call is not post_norm and call.made.same_as(self.block.made)
+            for call in self.calls[written + 1 :]
+            if call in self.norms and call.made.same_as(self.block.made)
         ]
         found |= {name: call.path for name, call in ending.items()}
         made = self.block.made
@@ -397,8 +398,12 @@ class _Reading:
         """How norms apply their weights: each way is tried, and compared bit for bit."""
         forms = []
         for call in norms:
+            x, output = call.given.now, call.made.now
+            if not x.any():  # of which every form makes 0
+                x = torch.linspace(-1, 1, x.numel()).to(x).reshape(x.shape)
+                output = call.module(x)
             try:
-                form = rms_norm_form(call.module, call.given.now, call.made.now)
+                form = rms_norm_form(call.module, x, output)
             except TypeError as error:
                 raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
             if form is None:
