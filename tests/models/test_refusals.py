@@ -469,3 +469,6 @@ def test_inputs_that_the_model_does_not_have(name: str, llama_patcher: ContextPa
             name, message = "pixel_value", message.removesuffix("s")
         with pytest.raises(TypeError, match=message):
             patcher.compute(IDS, KEPT, **{name: IDS, "token_type_ids": torch.zeros_like(IDS)})
+        patch = patcher.compute(IDS, KEPT, token_type_ids=torch.zeros_like(IDS))
+        with pytest.raises(TypeError, match="got token_type_ids: give this to compute"):
+            patcher.forward(KEPT, patch, token_type_ids=torch.zeros_like(KEPT))
