@@ -16,7 +16,7 @@ from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
 from icl_patch.generation.compiled_step import compilers_of
 from icl_patch.generation.plans import StepPlans
-from icl_patch.models.forward import check_inputs
+from icl_patch.models.forward import OUTPUTS, check_inputs
 from icl_patch.models.prompts import Question
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WeightCheck
@@ -270,7 +270,7 @@ class ContextPatcher:
             patch: from :meth:`compute` or :meth:`ContextPatch.load`, on this model.
             kept_mask: (B, T) bool; the patch's by default.
             input_ids, attention_mask: transformers' names for ``kept_ids`` and ``kept_mask``.
-            model_inputs: none: what the context's inputs do is in the patch.
+            model_inputs: none, the effect of the context's is in the patch.
 
         Returns:
             Logits (B, T, V) in the model's dtype.
@@ -290,11 +290,11 @@ class ContextPatcher:
         if not isinstance(patch, ContextPatch):
             raise TypeError(f"expected a ContextPatch, got {type(patch).__name__}")
         check_tensor("kept_ids", kept_ids)
-        check_inputs(self.model, model_inputs)
+        check_inputs(self.model, model_inputs.keys() & OUTPUTS)
         if model_inputs:
             raise TypeError(
-                f"expected kept tokens alone, got {', '.join(model_inputs)}: give this to compute,"
-                " for the context; a patch has its effect"
+                f"expected kept tokens alone, got {', '.join(model_inputs)} too: leave it out. The"
+                " patch has its prefix, and the effect of all that compute was given"
             )
         self.attached_model.attachment.check_outside()
         with self.attached_model.attachment.exclusive():

@@ -103,9 +103,9 @@ def _checked(
     cache = cache_in(model_kwargs)
     if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
         raise ValueError(
-            f"expected no cache, or an empty DynamicCache, got {type(cache).__name__}"
-            f"{' with offloading' if cache.offloading else ''}: leave it out. The patcher keeps one"
-            " of its own, with compile=True a static one"
+            "expected no cache, or an empty DynamicCache without offloading, got"
+            f" {type(cache).__name__}: leave it out. The patcher keeps one of its own, with"
+            " compile=True a static one"
         )
     if cache is not None and cache.get_seq_length() != 0:
         raise ValueError(

@@ -98,6 +98,7 @@ OTHER_WAYS: dict[str, tuple[Any, Any]] = {
     "num_beams": (3, 1),
     "penalty_alpha": (0.6, None),
     "force_words_ids": ([[3]], None),
+    "constraints": ([3], None),
     "dola_layers": ("high", None),
     "prompt_lookup_num_tokens": (2, None),
     "assistant_early_exit": (1, None),

@@ -470,5 +470,5 @@ def test_inputs_that_the_model_does_not_have(name: str, llama_patcher: ContextPa
         with pytest.raises(TypeError, match=message):
             patcher.compute(IDS, KEPT, **{name: IDS, "token_type_ids": torch.zeros_like(IDS)})
         patch = patcher.compute(IDS, KEPT, token_type_ids=torch.zeros_like(IDS))
-        with pytest.raises(TypeError, match="got token_type_ids: give this to compute"):
+        with pytest.raises(TypeError, match="got token_type_ids too: leave it out"):
             patcher.forward(KEPT, patch, token_type_ids=torch.zeros_like(KEPT))
