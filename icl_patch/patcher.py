@@ -16,6 +16,7 @@ from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
 from icl_patch.generation.compiled_step import compilers_of
 from icl_patch.generation.plans import StepPlans
+from icl_patch.models.forward import OUTPUTS, check_inputs
 from icl_patch.models.prompts import Question
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WeightCheck
@@ -257,6 +258,7 @@ class ContextPatcher:
         kept_mask: Tensor | None = None,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        **model_inputs: Any,
     ) -> Tensor:
         """Replay: run the kept tokens with the patch's weights and no context anywhere.
 
@@ -268,6 +270,7 @@ class ContextPatcher:
             patch: from :meth:`compute` or :meth:`ContextPatch.load`, on this model.
             kept_mask: (B, T) bool; the patch's by default.
             input_ids, attention_mask: transformers' names for ``kept_ids`` and ``kept_mask``.
+            model_inputs: none, the effect of the context's is in the patch.
 
         Returns:
             Logits (B, T, V) in the model's dtype.
@@ -280,12 +283,19 @@ class ContextPatcher:
                 patch was computed.
             ValueError: the tokens are not those the patch is for, or the patch is a part that
                 cannot be replayed.
+            TypeError: there are ``model_inputs``, or ``patch`` is none.
         """
         kept_ids = either("kept_ids", kept_ids, "input_ids", input_ids)
         kept_mask = either("kept_mask", kept_mask, "attention_mask", attention_mask)
         if not isinstance(patch, ContextPatch):
             raise TypeError(f"expected a ContextPatch, got {type(patch).__name__}")
         check_tensor("kept_ids", kept_ids)
+        check_inputs(self.model, model_inputs.keys() & OUTPUTS)
+        if model_inputs:
+            raise TypeError(
+                f"expected kept tokens alone, got {', '.join(model_inputs)} too: leave it out. The"
+                " patch has its prefix, and the effect of all that compute was given"
+            )
         self.attached_model.attachment.check_outside()
         with self.attached_model.attachment.exclusive():
             self._check_replay(kept_ids, patch, kept_mask)
@@ -402,7 +412,8 @@ class ContextPatcher:
                 those of the eager step up to rounding.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
-                further inputs of the model …
+                ``stop_strings``, further inputs of the model … Settings of the model's generation
+                configuration hold too, but for the cache that it names: the patcher has its own.
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
@@ -414,7 +425,9 @@ class ContextPatcher:
             UnsupportedModelError: ``mode`` or ``compile`` does not cover this model, or its forward
                 hooks; or it got some after the first step.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
-                than the model has positions for.
+                than the model has positions for, or for settings that choose tokens in another way
+                than greedily or by sampling, such as ``num_beams``.
+            TypeError: as :meth:`compute`; there are ``inputs_embeds``, or outputs are asked for.
         """
         self.attached_model.attachment.check_outside()
         compilers = compilers_of(compile)
@@ -439,6 +452,9 @@ class ContextPatcher:
         system: str | None = None,
         chat: bool = False,
         max_new_tokens: int | None = None,
+        streamer: BaseStreamer | None = None,
+        mode: str | None = None,
+        compile: bool | str = False,
         **arguments: Any,
     ) -> answering.Answer:
         """Answer a question about a context, both as text, and return the answer with its patch::
@@ -458,8 +474,11 @@ class ContextPatcher:
                 the chat template writes before it.
             chat: the context begins the user's (first) message of a chat. See
                 :func:`icl_patch.models.prompts.make_prompt`.
-            max_new_tokens, arguments: as for :meth:`generate`. By default an answer in a chat ends
-                with the assistant's turn, see :func:`icl_patch.models.ends.answer_ends`.
+            mode: as for :meth:`generate`; by default ``"two_pass"``, as the answer's patch is
+                computed, or ``"auto"`` with ``compile``.
+            max_new_tokens, streamer, compile, arguments: as for :meth:`generate`, but one answer
+                and no further inputs of the model. By default an answer in a chat ends with the
+                assistant's turn, see :func:`icl_patch.models.ends.answer_ends`.
 
         Returns:
             :class:`icl_patch.generation.answering.Answer`: the text, its tokens, and one patch of
@@ -468,15 +487,19 @@ class ContextPatcher:
         Raises:
             ValueError: the patcher has no tokenizer, or a slow one, or one without a chat template
                 or with one that refuses the messages; a text has no tokens; or as :meth:`generate`.
-            TypeError: there is no question, or one that is no text.
+            TypeError: there is no question, or one that is no text; or inputs of the model.
         """
         self.attached_model.attachment.check_outside()
         return answering.answer(
-            self.plans,
+            self.attached_model,
+            self.generate,
             context,
             question,
             system=system,
             chat=chat,
             max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            mode=mode or ("auto" if compile else "two_pass"),
+            compile=compile,
             **arguments,
         )

@@ -122,6 +122,7 @@ def _with_patch(options: argparse.Namespace) -> int:
             ids.to(model.device),
             attention_mask=torch.ones_like(ids, device=model.device),
             max_new_tokens=options.max_new_tokens,
+            tokenizer=tokenizer,  # for stop strings of the generation configuration
             **_choices(options, model, tokenizer),
         )
     token_ids = out[0, ids.shape[1] :].tolist()

@@ -16,9 +16,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -28,8 +26,10 @@ from icl_patch.generation.compiled_step import (
 )
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.plans import StepPlans
+from icl_patch.generation.settings import prepare, setting
 from icl_patch.models.forward import (
     CACHE_NAMES,
+    OUTPUTS,
     MediaPositions,
     cache_in,
     check_last_type,
@@ -79,9 +79,10 @@ class GenerationStep:
         return self._make_patch()
 
 
-# Arguments that transformers' generate adds to the model's inputs.
+# Arguments that transformers' generate has among the model's inputs, and that are none of ours.
 _GENERATE_ARGUMENTS = (
     *CACHE_NAMES,
+    *OUTPUTS,
     "attention_mask",
     "position_ids",
     "use_cache",
@@ -97,17 +98,17 @@ def _checked(
     further inputs of the model.
     """
     way = str(config.get_generation_mode().value)
-    if way not in ("greedy_search", "sample"):
-        raise ValueError(
-            f"expected greedy search or sampling, got {way}: a patch belongs to one history, and"
-            " to one token of it"
-        )
+    if way not in ("greedy_search", "sample"):  # a way that is newer than our list of them
+        raise ValueError(f"expected settings of greedy search or sampling, got those of {way}")
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     cache = cache_in(model_kwargs)
     if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
-        got = config.cache_implementation or type(cache).__name__
-        raise ValueError(f"expected a dynamic cache, got {got}: compile=True makes a static one")
+        raise ValueError(
+            "expected no cache, or an empty DynamicCache without offloading, got"
+            f" {type(cache).__name__}: leave it out. The patcher keeps one of its own, with"
+            " compile=True a static one"
+        )
     if cache is not None and not is_empty(cache):
         raise ValueError(
             "expected an empty cache, got one that has seen tokens: the context is absorbed from"
@@ -173,13 +174,12 @@ def generate(
     ``model.generate``.
     """
     plans.attached.require_attached()
-    if arguments.get("assistant_model") is not None:  # transformers would ignore it
-        raise ValueError("expected no assistant_model: each token has a patch of its own")
-    _add_stop_strings(arguments, plans.attached.tokenizer)
-    ids, mask = check_context(context_ids, context_mask)
-    media_positions(plans.attached.model, ids, mask, arguments)  # checks them
     model: Any = plans.attached.model
-    if max_new_tokens is None and _has_no_length(model, arguments):
+    prepare(model, arguments, plans.attached.tokenizer)
+    ids, mask = check_context(context_ids, context_mask)
+    media_positions(model, ids, mask, arguments)  # checks them
+    lengths = [setting(model, arguments, name) for name in ("max_length", "max_new_tokens")]
+    if max_new_tokens is None and lengths == [None, None]:
         room = position_limit(model) - int(mask.sum(1).max())
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
     if max_new_tokens is not None:
@@ -192,31 +192,6 @@ def generate(
         **arguments,
     )
     return steps
-
-
-def _add_stop_strings(arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Replace ``stop_strings`` and ``tokenizer`` by a criterion: transformers' ``generate`` loses
-    the tokenizer if it is given a decoding method.
-    """
-    tokenizer = arguments.pop("tokenizer", None) or tokenizer
-    if (strings := arguments.pop("stop_strings", None)) is None:
-        return
-    if tokenizer is None:
-        raise ValueError("expected a tokenizer with stop_strings, got none: pass tokenizer=...")
-    others = arguments.get("stopping_criteria") or ()
-    stop = StopStringCriteria(tokenizer, strings)
-    arguments["stopping_criteria"] = StoppingCriteriaList([*others, stop])
-
-
-def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
-    """Whether neither the arguments nor a configuration limits the number of tokens."""
-    configs = (arguments.get("generation_config"), model.generation_config)
-    lengths = [
-        getattr(config, name, None)
-        for config in configs
-        for name in ("max_length", "max_new_tokens")
-    ]
-    return arguments.get("max_length") is None and all(length is None for length in lengths)
 
 
 def _steps(*arguments: Any, **prepared: Any) -> Iterator[GenerationStep]:

@@ -8,11 +8,14 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
+from icl_patch.checks import FLOATS
 from icl_patch.layers.patched_module import (
     PatchedModule,
     like_rows_of,
@@ -21,6 +24,8 @@ from icl_patch.layers.patched_module import (
     untouched,
 )
 from icl_patch.layers.product_interception import with_linear_changed
+from icl_patch.metrics import linf
+from icl_patch.tolerances import rounding_limit
 
 LINEAR = (nn.Linear, Conv1D)
 """Modules whose weight is one matrix; that of Conv1D is (K, N)."""
@@ -82,25 +87,22 @@ class PatchedLinear(PatchedModule):
         fp64 and rounded to its dtype.
 
         Raises:
-            TypeError: the base module is not an ``nn.Linear`` or a Conv1D with a plain weight, or
-                it has hooks.
+            TypeError: the base module is no :func:`matrix_of`, or it has hooks.
             ValueError: no patch is set that all rows share.
         """
         base = self.base_layer
-        if type(base) not in LINEAR or type(base.weight) is not nn.Parameter or not untouched(base):
-            kind = type(base)
+        matrix_of(base)
+        if not untouched(base):
             raise TypeError(
-                "expected torch.nn.Linear or Conv1D with a plain weight and without hooks to merge"
-                f" into, got {kind.__module__}.{kind.__qualname__}: merge adapters, and load"
-                " weights without quantisation, first"
+                f"expected {type(base).__name__} without hooks and with its own forward to merge"
+                " into, got hooks or another forward: remove them first"
             )
         if self.u is None or self.v is None or not self.shared:
             raise ValueError("expected a patch that all rows share to merge, got another or none")
         change = torch.einsum("rn,rk->nk", self.u[0].double(), self.v[0].double())
         merged = copy.deepcopy(base)
         with torch.no_grad():
-            change = change.T if type(base) is Conv1D else change
-            weight: Tensor = merged.weight  # type: ignore[assignment]
+            weight = matrix_of(merged)
             weight.copy_(weight.double() + change)
         return merged
 
@@ -185,6 +187,48 @@ class PatchedLinear(PatchedModule):
                     f" got {tuple(factor.shape)}"
                 )
         return factor
+
+
+@torch.no_grad()
+def matrix_of(module: nn.Module) -> Tensor:
+    """W (N, K) of a module that computes ``W z + b`` with its weight, in whatever arithmetic: an
+    ``nn.Linear``, a Conv1D or one of a class derived from them, which is tried with random weights.
+
+    Raises:
+        TypeError: the module is something else.
+    """
+    weight, kind = getattr(module, "weight", None), type(module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    plain = isinstance(module, LINEAR) and type(weight) is nn.Parameter and weight.dtype in FLOATS
+    if not plain:
+        raise TypeError(
+            f"expected torch.nn.Linear or Conv1D with a plain weight, got {name}: merge adapters,"
+            " and load weights without quantisation, first"
+        )
+    assert isinstance(weight, Tensor)
+    transposed = isinstance(module, Conv1D)
+    if kind not in LINEAR and not weight.is_meta and not _multiplies(module, weight, transposed):
+        raise TypeError(
+            f"expected a module that computes W z + b with its weight, got {name}, whose forward"
+            " computes something else: put a torch.nn.Linear that computes the same in its place"
+        )
+    return weight.T if transposed else weight
+
+
+def _multiplies(module: nn.Module, weight: Tensor, transposed: bool) -> bool:
+    """Whether a module computes ``W z + b``, tried with another weight than its own."""
+    generator = torch.Generator().manual_seed(1)
+    width = weight.shape[0 if transposed else 1]
+    other, z = (
+        torch.randn(shape, generator=generator).to(weight)
+        for shape in (weight.shape, (1, 5, width))
+    )
+    y = functional_call(module, {"weight": other}, (z,))
+    matrix, bias = other.T if transposed else other, getattr(module, "bias", None)
+    expected = F.linear(z.double(), matrix.double(), bias if bias is None else bias.double())
+    return y.shape == expected.shape and bool(
+        (linf(y, expected) <= rounding_limit(weight.dtype)).all()
+    )
 
 
 def add_bias_change(y: Tensor, bias_change: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -109,6 +109,12 @@ def _is_inside(call: Call, others: list[Call]) -> bool:
     return any(inside(call.path, other.path) for other in others)
 
 
+def _makers(calls: list[Call], value: Value) -> list[Call]:
+    """The calls whose output a value is: in its storage, else those with its numbers."""
+    same = [call for call in calls if call.made.same_as(value)]
+    return [call for call in same if call.made.address == value.address] or same
+
+
 class _Reading:
     """One block's form, read from its trace."""
 
@@ -175,8 +181,19 @@ class _Reading:
     def _mlp_form(self) -> BlockSpec:
         self.first = min(self.matrices + self.experts, key=self.calls.index)
         z = self.z = self.first.given
-        pre = [call for call in self.norms if call.made.same_as(z)]
-        parallel = any(x.same_as(self.block.given) for x in (z, *(call.given for call in pre)))
+        pre, given = _makers(self.norms, z), self.block.given
+        read = [x for x in (z, *(call.given for call in pre)) if x.same_as(given)]
+        # other storage with the input's numbers is a copy, or a sum to which attention adds 0
+        if read and all(x.address != given.address for x in read):
+            try:
+                return self._form(pre, parallel=False)
+            except UnsupportedModelError:
+                pass
+        return self._form(pre, parallel=len(read) > 0)
+
+    def _form(self, pre: list[Call], *, parallel: bool) -> BlockSpec:
+        """The form of a block with an MLP, whose norms ``pre`` give z."""
+        z = self.z
         place = self.trace.calls.index(self.first)
         behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
         if behind and not parallel:
@@ -221,10 +238,11 @@ class _Reading:
         else:
             biased = isinstance(getattr(down.module, "bias", None), Tensor)
             writer = Writer.BIAS if biased else Writer.WEIGHT
+        written = self.calls.index(post_norm or down or self.experts[0])
         closing = [
             call
-            for call in self.norms
-            if call is not post_norm and call.made.same_as(self.block.made)
+            for call in self.calls[written + 1 :]
+            if call in self.norms and call.made.same_as(self.block.made)
         ]
         found |= {name: call.path for name, call in ending.items()}
         made = self.block.made
@@ -301,7 +319,7 @@ class _Reading:
             return [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
         # a norm may have modules of its own, such as a gate
         z = self.z
-        pre = [call for call in self.calls if call.made.same_as(z) and not call.given.same_as(z)]
+        pre = _makers([call for call in self.calls if not call.given.same_as(z)], z)
         return [
             *((f"input of {call.path}",) for call in pre),
             (f"input of {self.first.path}",),
@@ -380,8 +398,12 @@ class _Reading:
         """How norms apply their weights: each way is tried, and compared bit for bit."""
         forms = []
         for call in norms:
+            x, output = call.given.now, call.made.now
+            if not x.any():  # of which every form makes 0
+                x = torch.linspace(-1, 1, x.numel()).to(x).reshape(x.shape)
+                output = call.module(x)
             try:
-                form = rms_norm_form(call.module, call.given.now, call.made.now)
+                form = rms_norm_form(call.module, x, output)
             except TypeError as error:
                 raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
             if form is None:

@@ -18,6 +18,8 @@ from icl_patch.models.recurrent_state import is_recurrent, module_states
 # since transformers 5.24, the others before it and in classes of remote code.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
+# Options that let a model return more than its logits.
+OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 # Inputs that we give ourselves or that exclude ids, and options that change the output.
 _OURS = {
     *CACHE_NAMES,
@@ -30,9 +32,7 @@ _OURS = {
     "logits_to_keep",
     "labels",
     "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
+    *OUTPUTS,
 }
 
 
@@ -51,7 +51,7 @@ def _all_inputs(model: PreTrainedModel) -> frozenset[str]:
     return _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
 
 
-def _further_inputs(model: PreTrainedModel) -> frozenset[str]:
+def further_inputs(model: PreTrainedModel) -> frozenset[str]:
     """The inputs that we do not give ourselves."""
     return _all_inputs(model) - _OURS - {"self"}
 
@@ -62,14 +62,30 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
 
     Many classes accept any name and ignore unknown ones.
     """
-    known = _further_inputs(model)
+    known = further_inputs(model)
     unknown = [name for name in names if name not in known]
     if unknown:
         further = ", ".join(sorted(known)) or "none"
         raise TypeError(
             f"expected no further inputs of {type(model).__name__} but its own ({further}), got"
-            f" {', '.join(unknown)}"
+            f" {', '.join(unknown)}, which is not served: {_instead(unknown[0])}"
         )
+
+
+def _instead(name: str) -> str:
+    """What to do in place of giving a patcher an input of this name."""
+    if name in OUTPUTS:
+        return (
+            f"leave it out, or pass {name}=False if the generation configuration asks for it."
+            f" patcher.model(ids, {name}=True), on the context and all that follows it, returns"
+            " them: with a patch in place of the context every block has the same output"
+        )
+    if name == "inputs_embeds":
+        return (
+            "a patch names its tokens, so give input_ids. Put a vector that belongs to no token"
+            " into a new row of the embeddings (resize_token_embeddings) before attaching"
+        )
+    return "leave it out, the patcher gives it itself" if name in _OURS else "check its name"
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
@@ -117,7 +133,7 @@ def _media(model: PreTrainedModel, given: Mapping[str, Any]) -> tuple[Any, list[
     """The part of the model that gives images, videos or sound positions of three numbers (M-RoPE),
     and the names of such inputs; None and no names if there is nothing to number so.
     """
-    known = _further_inputs(model)
+    known = further_inputs(model)
     media = [name for name in names_of(given) if name in known and not name.endswith("type_ids")]
     parts = [part for part in (model, model.base_model) if hasattr(part, "get_rope_index")]
     return (parts[-1], media) if media and parts else (None, [])
@@ -140,7 +156,7 @@ def check_last_type(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Raises ValueError unless the last token of ``*_type_ids``, and so each token behind it, has
     the type that a token has without them: it runs without them.
     """
-    takes_images = any("pixel_values" in name for name in _further_inputs(model))
+    takes_images = any("pixel_values" in name for name in further_inputs(model))
     for name, types in given.items():
         if not (isinstance(types, Tensor) and name.endswith("type_ids")):
             continue

@@ -280,10 +280,16 @@ class BlockRecorder:
         gain: Tensor | None,
     ) -> None:
         """Keep a weight writer's factors; ``gain`` is v·h where the loop is going to be closed."""
-        self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
+        self.refuse_zero(inverse, u)
         self.keep(layer, u=u, v=v)
         if gain is not None:
             self.open_loop(y, gain, layer, "u")
+
+    def refuse_zero(self, inverse: Tensor, change: Tensor) -> None:
+        """Note tokens whose h is 0: no output matrix gives anything else than 0 for it."""
+        weight = self.spec.writer is Writer.WEIGHT
+        cure = ": give it a bias of zeros before attaching, which is changed then" if weight else ""
+        self.note("refuse", f"the input h of {self.spec.down} is 0{cure}", inverse, change)
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
@@ -294,7 +300,7 @@ class BlockRecorder:
         u, self._stable_scale = self._invert_norm(y)
         u, v = self.zero_padding(u), self.zero_padding(self.unflat(direction.v))
         inverse = self.unflat(direction.inverse_norm2)
-        self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
+        self.refuse_zero(inverse, u)
         self.keep(layer, u=u, v=v)
         return self._add_stable(layer, own, y, direction, dtype)
 

@@ -145,7 +145,7 @@ class InexactDecodeRecorder(DecodeRecorder):
         v, inverse, _ = self.read_direction(rows)
         v = self.unflat(v)  # of rank 1, a patch for each row
         self.keep(layer, u=target, v=v)
-        self.note("refuse", f"the input h of {self.spec.down} is 0", self.unflat(inverse), target)
+        self.refuse_zero(self.unflat(inverse), target)
         weight, bias = linear
         output = ops.patched_linear(
             rows,

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.linear import matrix_of
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.models.block_detection import blocks_of, is_matrix
 from icl_patch.models.language_model import layers_of, random_tokens
@@ -86,15 +86,10 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
     """(N, K) of a linear map.
 
     Raises:
-        UnsupportedModelError: the module is not an ``nn.Linear`` or a Conv1D with a plain weight.
+        UnsupportedModelError: the module is no matrix that a patch can be merged into.
     """
-    weight = getattr(module, "weight", None)
-    if not isinstance(module, nn.Linear | Conv1D) or type(weight) is not nn.Parameter:
-        kind = type(module)
-        raise UnsupportedModelError(
-            "expected torch.nn.Linear or Conv1D with a plain weight, got"
-            f" {kind.__module__}.{kind.__qualname__}: merge adapters, and load weights without"
-            " quantisation, before the fit"
-        )
-    rows, columns = weight.shape
-    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+    try:
+        rows, columns = matrix_of(module).shape
+    except TypeError as error:
+        raise UnsupportedModelError(str(error)) from error
+    return rows, columns

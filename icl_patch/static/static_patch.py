@@ -197,8 +197,8 @@ class StaticPatch:
 
         Raises:
             FingerprintMismatch, PatchFormatError: as :meth:`applied`; nothing is changed then.
-            TypeError: a matrix is not a plain weight of an ``nn.Linear`` or a Conv1D, or it is the
-                weight of another module too, as that of a head tied to the embeddings.
+            TypeError: a module is no linear map with a plain weight, as the fit needs it too, or
+                its weight is another module's too, as that of a head tied to the embeddings.
         """
         self.check_model(model)
         self._check_own_weights(model)

@@ -1,8 +1,17 @@
 """From text to text, and transformers' names for ids and masks."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.chats import TEMPLATE
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 
 from icl_patch import ContextPatcher, embedded
 
@@ -42,8 +51,54 @@ def test_what_ask_refuses() -> None:
             patcher.ask(3, "d")
         with pytest.raises(ValueError, match="chat template"):
             patcher.ask("abc", "d", chat=True)
-        with pytest.raises(ValueError, match="expected one answer"):
-            patcher.ask("abc", "d", max_new_tokens=1, do_sample=True, num_return_sequences=2)
+        several = {"max_new_tokens": 1, "do_sample": True, "num_return_sequences": 2}
+        with pytest.raises(ValueError, match="expected one answer, got num_return_sequences=2"):
+            patcher.ask("abc", "d", **several)
+        assert patcher.ask("abc", "d", **several | {"num_return_sequences": 1}).text is not None
+        ids = tokenizer("abcd", return_tensors="pt")
+        for name in ("input_ids", "attention_mask"):
+            with pytest.raises(TypeError, match=rf"got {name}: give these and the ids to generate"):
+                patcher.ask("abc", "d", **{name: ids[name]})
+        [step] = patcher.generate(**ids, **several | {"num_return_sequences": 1})
+        assert step.token_ids.shape == (1,)
+        with pytest.raises(ValueError, match="needs a CUDA device"):
+            patcher.ask("abc", "d", compile="cuda_graph")
+
+
+def test_ask_takes_the_arguments_of_generate() -> None:
+    """In a chat, sampled, cut by a criterion, streamed, in each mode."""
+    model, tokenizer = embedded.load()
+    tokenizer.chat_template = TEMPLATE
+
+    class Third(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, _scores: Any, **_: Any) -> Tensor:
+            return torch.full((1,), input_ids.shape[1] >= ids.shape[1] + 3)
+
+    ids = tokenizer(
+        "<system>mode upper\n<user>fmrp>\n<model>", add_special_tokens=False, return_tensors="pt"
+    ).input_ids
+    arguments: dict[str, Any] = {
+        "generation_config": GenerationConfig(do_sample=True, temperature=3.0, max_new_tokens=9),
+        "eos_token_id": None,
+    }
+    torch.manual_seed(5)
+    mask = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=mask, **arguments)[:, ids.shape[1] :][:, :3]
+    with ContextPatcher(model, "stable", tokenizer=tokenizer) as patcher:
+        for mode in (None, "two_pass", "shared_cache"):
+            torch.manual_seed(5)
+            answer = patcher.ask(
+                question="fmrp>",
+                system="mode upper",
+                mode=mode,
+                streamer=(streamer := TextIteratorStreamer(tokenizer, skip_prompt=True)),
+                stopping_criteria=StoppingCriteriaList([Third()]),
+                **arguments,
+            )
+            assert torch.equal(answer.token_ids, expected)
+            assert "".join(streamer) == tokenizer.decode(expected[0])
+        with pytest.raises(ValueError, match=r"expected mode .*two_pass.*, got .another."):
+            patcher.ask("mode upper\n", "fmrp>", mode="another")
 
 
 def test_what_a_tokenizer_returns_is_taken_by_its_own_names() -> None:

@@ -102,6 +102,7 @@ def test_with_the_whole_compiler() -> None:
     model = llama()
     with pytest.MonkeyPatch.context() as patch, ContextPatcher(model, "stable") as patcher:
         eager = steps_of(patcher)
+        model.generation_config.cache_implementation = "static"  # the compiled step has its own
         patch.setattr(graph_partition, "BACKEND", "inductor")
         same(patcher, steps_of(patcher, compile=True), eager)
 

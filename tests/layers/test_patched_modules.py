@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.numeric import UNIT, every_dtype, within_roundings
 from support.quantised import Int8Linear
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
@@ -118,16 +119,46 @@ def test_factors_follow_to_another_device_and_keep_their_dtype() -> None:
     assert norm(torch.empty(2, K, device="meta")).shape == (2, K)
 
 
+class OwnConv1D(Conv1D):
+    """As it is, under another name."""
+
+
+class Doubled(nn.Linear):
+    """Multiplies its output."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return 2 * super().forward(z)
+
+
+class Kept(nn.Linear):
+    """Computes with a copy of its weight, which does not notice a change."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.copy = self.weight.detach().clone()
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.linear(z, self.copy, self.bias)
+
+
+class Adapted(nn.Linear):
+    """Adds a term of its own."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return super().forward(z) + z.mean(-1, keepdim=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["linear", "conv1d"])
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D, FalconLinear, OwnConv1D])
 def test_merged_weights_do_what_the_patch_does(kind: type, dtype: torch.dtype) -> None:
-    base = (nn.Linear(K, N) if kind is nn.Linear else Conv1D(N, K)).to(dtype)
+    transposed = issubclass(kind, Conv1D)
+    base = (kind(N, K) if transposed else kind(K, N)).to(dtype)
     layer, z = PatchedLinear(base), torch.randn(5, K).to(dtype)
     u, v = torch.randn(1, 3, N), torch.randn(1, 3, K)
     layer.set_patch(u, v, shared=True)
     merged = layer.merge()
     change = u[0].double().T @ v[0].double()
-    expected = base.weight.double() + (change.T if kind is Conv1D else change)
+    expected = base.weight.double() + (change.T if transposed else change)
     assert type(merged) is kind
     assert torch.equal(merged.weight, expected.to(dtype))
     assert torch.equal(merged.bias, base.bias)
@@ -173,8 +204,13 @@ def test_what_cannot_be_merged() -> None:
         layer.merge()
     hooked = nn.Linear(K, N)
     hooked.register_forward_hook(lambda _module, _args, out: 2 * out)
-    for base in (hooked, type("Wider", (nn.Linear,), {})(K, N)):
-        with pytest.raises(TypeError, match="and without hooks to merge into, got"):
+    with pytest.raises(TypeError, match="Linear without hooks and with its own forward"):
+        PatchedLinear(hooked).merge()
+    for kind in (Doubled, Kept, Adapted):
+        with pytest.raises(TypeError, match=rf"got \S+{kind.__name__}, whose forward computes"):
+            PatchedLinear(kind(K, N)).merge()
+    for base in (nn.Linear(K, N).to(torch.float8_e4m3fn), Int8Linear(nn.Linear(K, N))):
+        with pytest.raises(TypeError, match="load weights without quantisation, first"):
             PatchedLinear(base).merge()
 
 

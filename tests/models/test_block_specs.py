@@ -18,6 +18,7 @@ from support.quantised import Int8Linear
 from support.random_models import Stock, build, case, ragged, shallow, tokens
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from icl_patch import ContextPatch, ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
@@ -68,6 +69,53 @@ def test_a_factor_that_the_mlp_applies_itself() -> None:
     model = tiny_models.build("falcon_h1", 0, mlp_multipliers=[1.5, 0.7])
     with ContextPatcher(model, "direct") as patcher:
         works(patcher)
+
+
+def zeroed(module: nn.Module) -> None:
+    """A matrix whose output is 0, or a norm with a scale of 0."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+        if isinstance(module, Gemma3RMSNorm):
+            module.weight.fill_(-1)
+
+
+# What gives 0 in one block: attention, as in blocks that are put between those of a trained model,
+# the norm behind it, the MLP, or both.
+ZEROS = {
+    "gemma3": [["post_attention_layernorm"], ["mlp.down_proj"], ["self_attn.o_proj"]],
+    "olmo2": [["post_attention_layernorm"], ["post_feedforward_layernorm"]],
+    "gemma4-moe": [["post_attention_layernorm"]],
+    "llama": [["self_attn.o_proj"], ["self_attn.o_proj", "mlp.down_proj"], ["input_layernorm"]],
+    "mixtral": [["self_attn.o_proj"], ["mlp.experts"]],
+    "gpt2": [["attn.c_proj"], ["attn.c_proj", "mlp.c_proj"], ["ln_2"]],
+    "gptj": [["attn.out_proj"], ["ln_1"]],
+    "bloom-post-norm": [["mlp.dense_4h_to_h"]],
+    "opt-post-norm": [["self_attn.out_proj"]],
+}
+
+
+@pytest.mark.parametrize("family", ZEROS)
+def test_a_block_in_which_something_gives_zero_has_its_form(family: str) -> None:
+    """The numbers of one small forward do not show what such a block is: two tensors are equal that
+    are not the same.
+    """
+    for names in ZEROS[family]:
+        model = shallow(family)
+        expected = [block.spec for block in blocks_of(model)]
+        block = model.get_submodule(blocks_of(model)[1].path)
+        for name in names:
+            zeroed(block.get_submodule(name))
+        assert [block.spec for block in blocks_of(model)] == expected, names
+        if names == ZEROS[family][0]:
+            arguments = case("prefix")
+            with ContextPatcher(model) as patcher:
+                patch = patcher.compute(**arguments)
+                replayed = patcher.forward(arguments["kept_ids"], patch)
+            mask = patch.kept_mask
+            assert torch.equal(replayed[mask], patch.logits[mask])
+            stock = Stock(model).logits(arguments)
+            assert metrics.linf(patch.logits, stock)[mask].max() <= noise_limit(model)
 
 
 # -- what is refused

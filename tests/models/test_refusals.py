@@ -400,8 +400,12 @@ def test_h_is_zero_for_some_tokens(update: str) -> None:
     assert (row, token) > (0, 0)
     with ContextPatcher(model, update) as patcher:
         place = rf"model\.layers\.1, row {row}, kept token {token}"
-        message = rf"^{place}: the input h of mlp\.down_proj is 0$"
+        message = rf"^{place}: the input h of mlp\.down_proj is 0: give it a bias of zeros before"
         refused(patcher, {"context_ids": IDS, "kept_ids": KEPT}, message)
+    down = model.model.layers[1].mlp.down_proj
+    down.bias = nn.Parameter(torch.zeros(48))
+    with ContextPatcher(model, update) as patcher:
+        works(patcher)
 
 
 @families
@@ -465,3 +469,6 @@ def test_inputs_that_the_model_does_not_have(name: str, llama_patcher: ContextPa
             name, message = "pixel_value", message.removesuffix("s")
         with pytest.raises(TypeError, match=message):
             patcher.compute(IDS, KEPT, **{name: IDS, "token_type_ids": torch.zeros_like(IDS)})
+        patch = patcher.compute(IDS, KEPT, token_type_ids=torch.zeros_like(IDS))
+        with pytest.raises(TypeError, match="got token_type_ids too: leave it out"):
+            patcher.forward(KEPT, patch, token_type_ids=torch.zeros_like(KEPT))

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support.random_models import build, shallow, tokens
-from support.static import random_examples, random_patch
+from support.static import CLOSE, logits, random_examples, random_patch
+from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, UnsupportedModelError, static
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
 from icl_patch.static import Distillation, Example, StaticPatch
 from icl_patch.static.examples import answered
+from icl_patch.static.matrices import find_matrices
 from icl_patch.static.student import Student
 from icl_patch.static.targets import targets_of, targets_of_texts
 from icl_patch.static.training import Training
@@ -331,6 +333,30 @@ def test_forms_that_cannot_hold_a_patch_are_refused() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=reason):
             fit(shallow(name), random_examples())
+
+
+class Doubled(nn.Linear):
+    def forward(self, z: Tensor) -> Tensor:
+        return 2 * super().forward(z)
+
+
+def test_a_matrix_that_no_patch_can_be_merged_into_is_refused_before_the_fit() -> None:
+    model: Any = build("llama")
+    mlp = model.model.layers[1].mlp
+    weight, mlp.up_proj = mlp.up_proj.weight, Doubled(48, 72, bias=False).eval()
+    with torch.no_grad():
+        mlp.up_proj.weight.copy_(weight / 2)
+    with pytest.raises(UnsupportedModelError, match=r"Doubled, whose forward computes something"):
+        fit(model, random_examples())
+    mlp.up_proj = nn.Linear(48, 72, bias=False).eval()
+    mlp.up_proj.weight = weight
+    found = find_matrices(model, ["mlp"])
+    assert found["model.layers.1.mlp.up_proj"] == (72, 48)
+    patch = random_patch(model, 0)
+    assert patch.changes.keys() == found.keys()
+    with patch.applied(model):
+        expected = logits(model)
+    assert (logits(patch.merge(model)) - expected).abs().max() <= CLOSE * expected.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ both_ways = pytest.mark.parametrize("read", [by_hand, by_peft])
 
 
 @both_ways
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "falcon"])
 def test_the_folder_is_the_patch(name: str, read: Any, tmp_path: Path) -> None:
     model = shallow(name)
     patch = random_patch(model, 0)

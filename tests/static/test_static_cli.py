@@ -47,11 +47,20 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
     return file
 
 
-def test_generate_with_a_static_patch(patch_file: Path, capsys: pytest.CaptureFixture) -> None:
+def test_generate_with_a_static_patch(
+    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     arguments = ["generate", "--context", "4 7 7.", "--max-new-tokens", "18"]
     status, out, _ = run(capsys, *arguments, "--patch", patch_file)
     assert status == 0
     assert out.strip() == "vier sieben sieben"
+    model, tokenizer = embedded.load()
+    model.generation_config.stop_strings = ["sieben"]
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    arguments.insert(1, str(tmp_path))
+    assert run(capsys, *arguments, "--patch", patch_file)[1].strip() == "vier sieben"
+    arguments.pop(1)
     status, _, err = run(capsys, *arguments, "--patch", patch_file, "--compile")
     assert status == 2
     assert "no --compile" in err

@@ -46,7 +46,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= CLOSE * b.abs().max())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt", "falcon-rw"])
 def test_applied_and_merged_are_the_changed_weights(name: str) -> None:
     model = shallow(name)
     patch = random_patch(model, 0)

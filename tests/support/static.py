@@ -19,9 +19,9 @@ def random_patch(model: Any, seed: int, rank: int = 3) -> StaticPatch:
     generator = torch.Generator().manual_seed(seed)
     changes = {}
     for path, module in model.named_modules():
-        if ".mlp." in path and type(module) in (nn.Linear, Conv1D):
+        if ".mlp." in path and isinstance(module, nn.Linear | Conv1D):
             shape = module.weight.shape
-            n, k = shape if type(module) is nn.Linear else shape[::-1]
+            n, k = shape if isinstance(module, nn.Linear) else shape[::-1]
             u, v = (torch.randn(rank, size, generator=generator) for size in (n, k))
             changes[path] = LowRank(u, v * 0.3 / (rank * k) ** 0.5 * n**-0.5)
     return StaticPatch(StaticInfo.of(model, None, "random"), changes)

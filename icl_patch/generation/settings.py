@@ -1,0 +1,106 @@
+"""The settings of a generation, wherever they stand: among the arguments of ``generate``, in a
+generation configuration among them, or in the model's own.
+"""
+
+from typing import Any
+
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from icl_patch.models.forward import OUTPUTS, check_inputs
+
+# Settings with which transformers chooses tokens in another way, and the values without.
+_OTHER_WAYS: dict[str, Any] = {
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "dola_layers": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": False,
+    "is_assistant": False,
+    "token_healing": False,
+}
+# How transformers' own loop saves memory or time: no token depends on it.
+_OF_THEIR_LOOP = ("cache_implementation", "prefill_chunk_size", "compile_config")
+_OTHER_LOOPS = ("assistant_model", "custom_generate")
+
+
+def prepare(
+    model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Change arguments for ``model.generate``, in place, to those that our loop needs.
+
+    tokenizer: for stop strings, if none is among the arguments.
+
+    Raises:
+        ValueError: a setting is not served, or there are stop strings and no tokenizer.
+        TypeError: embeddings in place of tokens, or an output of the model, are asked for.
+    """
+    for name in _OTHER_LOOPS:
+        if arguments.get(name) is not None:  # transformers would ignore the first
+            raise ValueError(
+                f"expected no {name}, got {type(arguments[name]).__name__}: each token has a patch"
+                " of its own, which the patcher's loop computes. Leave it out"
+            )
+    for name, off in _OTHER_WAYS.items():
+        if (value := setting(model, arguments, name)) not in (None, False, off):
+            raise ValueError(
+                f"expected greedy search or sampling behind the prompt as it is, got {name}="
+                f"{value!r} (an argument, or of the generation configuration): a patch belongs to"
+                f" one history, and to one token of it. Pass {name}={off}"
+            )
+    asked = [name for name in OUTPUTS if setting(model, arguments, name)]
+    given = [name for name in ("inputs_embeds",) if arguments.get(name) is not None]
+    check_inputs(model, asked + given)
+    _leave_out_their_loop(model, arguments)
+    _add_stop_strings(model, arguments, tokenizer)
+
+
+def setting(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> Any:
+    """The value of a setting in ``model.generate(**arguments)``; None for transformers' default."""
+    value = _asked(arguments, name)
+    own = value is None and name not in arguments
+    return getattr(model.generation_config, name, None) if own else value
+
+
+def _asked(arguments: dict[str, Any], name: str) -> Any:
+    """The value of a setting that this call asks for."""
+    config = arguments.get("generation_config")
+    return arguments[name] if name in arguments else getattr(config, name, None)
+
+
+def _leave_out_their_loop(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Drop the model's own settings of transformers' loop, and refuse those of this call."""
+    for name in _OF_THEIR_LOOP:
+        if (value := _asked(arguments, name)) not in (None, "dynamic"):
+            raise ValueError(
+                f"expected no {name}, got {value!r}: the patcher runs a loop of its own over a"
+                f" dynamic cache, or a static one with compile=True. Pass {name}=None"
+            )
+        if getattr(model.generation_config, name, None) is not None:
+            arguments[name] = None
+
+
+def _add_stop_strings(
+    model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Replace ``stop_strings`` and ``tokenizer`` by a criterion: transformers' ``generate`` loses
+    the tokenizer if it is given a decoding method.
+    """
+    tokenizer = arguments.pop("tokenizer", None) or tokenizer
+    if (strings := setting(model, arguments, "stop_strings")) is None:
+        return
+    if tokenizer is None:
+        raise ValueError(
+            f"expected a tokenizer beside stop_strings={strings!r} (an argument, or of the"
+            " generation configuration), got none: pass tokenizer=..., or stop_strings=None"
+        )
+    others = arguments.get("stopping_criteria") or ()
+    stop = StopStringCriteria(tokenizer, strings)
+    arguments |= {"stopping_criteria": StoppingCriteriaList([*others, stop]), "stop_strings": None}

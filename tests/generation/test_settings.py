@@ -1,0 +1,252 @@
+"""Settings of a generation, as arguments and in generation configurations: each has its effect in
+``model.generate``, or is refused with a cure.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.numeric import noise_limit
+from support.patchers import IDS
+from support.random_models import build
+from torch import Tensor
+from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
+from transformers.generation.configuration_utils import GenerationMode
+
+from icl_patch import ContextPatcher, embedded, metrics
+from icl_patch.generation.loop import GenerationStep
+
+ENDS: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": 5, "pad_token_id": 0}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 0}
+SERVED: dict[str, dict[str, Any]] = {
+    "max_length": {"max_new_tokens": None, "max_length": 8},
+    "min_length": {"min_length": 9, "eos_token_id": list(range(30))},
+    "min_new_tokens": {"min_new_tokens": 4, "eos_token_id": list(range(60))},
+    "max_time": {"max_time": 1e-9},
+    "use_cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+    "hybrid cache": {"cache_implementation": "hybrid"},
+    "prefill_chunk_size": {"prefill_chunk_size": 2},
+    "guidance_scale": {"guidance_scale": 3.0},
+    "bias": {"sequence_bias": [[[7], 9.0], [[7, 8], 20.0]]},
+    "bad words": {"bad_words_ids": [[id_] for id_ in range(40)], "renormalize_logits": True},
+    "suppressed": {"suppress_tokens": list(range(9, 60)), "begin_suppress_tokens": [61, 62]},
+    "forced": {"forced_bos_token_id": 11, "forced_eos_token_id": 12},
+    "encoder": {"encoder_repetition_penalty": 50.0},
+    "decay": {"exponential_decay_length_penalty": (1, 3.0), "remove_invalid_values": True},
+    "beams' own": {"early_stopping": True, "length_penalty": 2.0, "num_beams": 1},
+    "sampled": {"min_p": 0.1, **SAMPLED},
+    "several": {"num_return_sequences": 3, "typical_p": 0.8, **SAMPLED},
+    "cut off": {"epsilon_cutoff": 3e-2, "eta_cutoff": 2e-2, "top_h": 0.6, **SAMPLED},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0), **SAMPLED},
+}
+
+
+def token_ids(steps: list[GenerationStep]) -> Tensor:
+    return torch.stack([step.token_ids for step in steps], 1)
+
+
+@pytest.fixture(scope="module")
+def both() -> Any:
+    """A patcher, and a model like its own that is not attached."""
+    model = build("llama")
+    twin = copy.deepcopy(model)
+    with ContextPatcher(model) as patcher:
+        yield patcher, twin
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_stands_in_the_models_configuration_holds(name: str, both: Any) -> None:
+    patcher, twin = both
+    settings = ENDS | SERVED[name]
+    for model in (patcher.model, twin):
+        model.generation_config = GenerationConfig(**settings)
+    torch.manual_seed(3)
+    expected = twin.generate(IDS, attention_mask=torch.ones_like(IDS))[:, IDS.shape[1] :]
+    torch.manual_seed(3)
+    steps = list(patcher.generate(IDS, mode="two_pass"))
+    assert torch.equal(token_ids(steps), expected)
+    twin.generation_config = GenerationConfig(**ENDS)
+    plain = twin.generate(IDS, attention_mask=torch.ones_like(IDS))[:, IDS.shape[1] :]
+    none = ("use_cache", "static cache", "hybrid cache", "prefill_chunk_size", "beams' own")
+    assert torch.equal(plain, expected) is (name in none)
+
+
+@pytest.mark.parametrize("name", ["static", "offloaded", "quantized", "compiled"])
+def test_the_patchers_loop_has_a_cache_of_its_own(name: str, both: Any) -> None:
+    """Another one in the model's configuration is not needed. One that is asked for is refused."""
+    patcher, _ = both
+    compiled = name == "compiled"
+    setting = "compile_config" if compiled else "cache_implementation"
+    own = {setting: CompileConfig() if compiled else name}
+    ends = ENDS | {"max_new_tokens": 2}
+    patcher.model.generation_config = GenerationConfig(**ends)
+    expected = token_ids(list(patcher.generate(IDS)))
+    setattr(patcher.model.generation_config, setting, own[setting])
+    asked: Any
+    for asked in ({}, {setting: None}):
+        assert torch.equal(token_ids(list(patcher.generate(IDS, **asked))), expected)
+    for asked in (own, {"generation_config": GenerationConfig(**ends, **own)}):
+        with pytest.raises(ValueError, match=f"no {setting}, got .*Pass {setting}=None"):
+            patcher.generate(IDS, **asked)
+        cured = asked | {setting: None}
+        assert torch.equal(token_ids(list(patcher.generate(IDS, **cured))), expected)
+
+
+OTHER_WAYS: dict[str, tuple[Any, Any]] = {
+    "num_beams": (3, 1),
+    "penalty_alpha": (0.6, None),
+    "force_words_ids": ([[3]], None),
+    "constraints": ([3], None),
+    "dola_layers": ("high", None),
+    "prompt_lookup_num_tokens": (2, None),
+    "assistant_early_exit": (1, None),
+    "use_mtp": (True, False),
+    "is_assistant": (True, False),
+    "token_healing": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_other_ways_of_decoding_are_refused_with_a_cure(name: str, both: Any) -> None:
+    patcher, _ = both
+    value, off = OTHER_WAYS[name]
+    ends = ENDS | {"max_new_tokens": 2}
+    config = GenerationConfig(**ends)
+    setattr(config, name, value)
+    message = rf"got {name}=.*Pass {name}={off}$"
+    patcher.model.generation_config = GenerationConfig(**ends)
+    expected = token_ids(list(patcher.generate(IDS)))
+    arguments: Any
+    for arguments in ({name: value}, {"generation_config": config}):
+        with pytest.raises(ValueError, match=message):
+            patcher.generate(IDS, **arguments)
+    patcher.model.generation_config = config
+    with pytest.raises(ValueError, match=message):
+        patcher.generate(IDS)
+    assert torch.equal(token_ids(list(patcher.generate(IDS, **{name: off}))), expected)
+
+
+def test_a_way_of_decoding_that_is_not_known(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher, _ = both
+    patcher.model.generation_config = GenerationConfig(**ENDS)
+    monkeypatch.setattr(
+        GenerationConfig, "get_generation_mode", lambda *_: GenerationMode.BEAM_SEARCH
+    )
+    with pytest.raises(ValueError, match="got those of beam_search"):
+        patcher.generate(IDS, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("name", ["assistant_model", "custom_generate"])
+def test_other_loops_are_refused(name: str, both: Any) -> None:
+    patcher, twin = both
+    refusal = pytest.raises(ValueError, match=f"expected no {name}, got LlamaForCausalLM")
+    with refusal:
+        patcher.generate(IDS, **{name: twin})
+
+
+def test_steps_hold_the_logits_and_scores_of_a_dictionary(both: Any) -> None:
+    patcher, twin = both
+    wanted = {"output_logits": True, "output_scores": True, "return_dict_in_generate": True}
+    for model in (patcher.model, twin):
+        model.generation_config = GenerationConfig(**ENDS, **wanted, repetition_penalty=2.0)
+    theirs = twin.generate(IDS, attention_mask=torch.ones_like(IDS))
+    limit = noise_limit(twin)
+    steps = patcher.generate(IDS)
+    for step, logits, scores in zip(steps, theirs.logits, theirs.scores, strict=True):
+        assert metrics.linf(step.logits, logits).max() <= limit
+        assert metrics.linf(step.scores, scores).max() <= limit
+        assert not torch.equal(step.scores, step.logits)
+
+
+def test_stop_strings_end_rows_as_in_transformers(both: Any) -> None:
+    """As an argument, in a configuration among the arguments, and in the model's own."""
+    model, tokenizer = embedded.load()
+    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
+    inputs = tokenizer(prompt.context + prompt.question, return_tensors="pt")
+    greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    model.generation_config = GenerationConfig(**greedy)
+    count = inputs["input_ids"].shape[1]
+    free = model.generate(**inputs)[0, count:]
+    stop = {"stop_strings": [tokenizer.decode(free)[2]]}
+    expected = model.generate(**inputs, **stop, tokenizer=tokenizer)[0, count:]
+    assert len(expected) < 8
+    config = GenerationConfig(**greedy, **stop)
+
+    def generated(patcher: ContextPatcher, **arguments: Any) -> list[int]:
+        return token_ids(list(patcher.generate(**inputs, **arguments)))[0].tolist()
+
+    with ContextPatcher(model, "stable", tokenizer=tokenizer) as patcher:
+        for arguments in (stop, {"generation_config": config}):
+            assert generated(patcher, **arguments) == expected.tolist()
+        model.generation_config = config
+        assert generated(patcher) == expected.tolist()
+        answer = patcher.ask(prompt.context, prompt.question)
+        assert answer.token_ids[0].tolist() == expected.tolist()
+        assert generated(patcher, stop_strings=None) == free.tolist()
+    patcher, _ = both
+    patcher.model.generation_config = GenerationConfig(**ENDS, stop_strings="zz")
+    with pytest.raises(ValueError, match=r"pass tokenizer=\.\.\., or stop_strings=None"):
+        patcher.generate(IDS)
+    for cure in ({"tokenizer": tokenizer}, {"stop_strings": None}):
+        assert len(list(patcher.generate(IDS, **cure))) == 6
+
+
+OUTPUTS = ["output_hidden_states", "output_attentions", "output_router_logits"]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_that_the_model_itself_gives(name: str, both: Any) -> None:
+    patcher, twin = both
+    message = rf"got {name}, which is not served: leave it out, or pass {name}=False"
+    patcher.model.generation_config = GenerationConfig(**ENDS)
+    patch = patcher.compute(IDS[:, :3], IDS[:, 3:])
+    for refused in (
+        lambda: patcher.generate(IDS, **{name: True}),
+        lambda: patcher.compute(IDS[:, :3], IDS[:, 3:], **{name: True}),
+        lambda: patcher.forward(IDS[:, 3:], patch, **{name: True}),
+    ):
+        with pytest.raises(TypeError, match=message):
+            refused()
+    setattr(patcher.model.generation_config, name, True)
+    with pytest.raises(TypeError, match=message):
+        patcher.generate(IDS)
+    [step] = patcher.generate(IDS, **{name: False}, max_new_tokens=1)
+    assert torch.equal(step.token_ids, twin(IDS).logits[:, -1].argmax(-1))
+
+
+def test_a_patched_block_has_the_hidden_states_of_the_model_with_its_context(both: Any) -> None:
+    patcher, twin = both
+    model, found = patcher.model, []
+    patch = patcher.compute(IDS[:, :3], IDS[:, 3:])
+    for layer in model.model.layers[:-1]:  # after the last one the model returns its norm
+        layer.register_forward_hook(lambda _module, _args, out: found.append(out))
+    replayed = patcher.forward(IDS[:, 3:], patch)
+    with torch.no_grad():
+        states = model(IDS, output_hidden_states=True).hidden_states
+    for layer in model.model.layers:
+        layer._forward_hooks.clear()
+    limit = noise_limit(twin)
+    assert torch.equal(states[-1], twin(IDS, output_hidden_states=True).hidden_states[-1])
+    for state, own in zip(states[1:-1], found[: len(states) - 2], strict=True):
+        assert metrics.linf(own, state[:, 3:]).max() <= limit
+    assert metrics.linf(replayed, twin.lm_head(states[-1])[:, 3:]).max() <= limit
+
+
+def test_embeddings_of_no_token_as_new_rows() -> None:
+    model: Any = build("llama")
+    vectors = torch.randn(3, model.config.hidden_size)
+    embeds = torch.cat([vectors, model.get_input_embeddings()(IDS[0])])[None]
+    with torch.no_grad():
+        expected = model(inputs_embeds=embeds).logits[0, -1]
+        table = model.resize_token_embeddings(100, mean_resizing=False)
+        table.weight[97:] = vectors
+    ids = torch.cat([torch.arange(97, 100), IDS[0]])[None]
+    message = r"inputs_embeds, which is not served: a patch names its tokens, so give input_ids\."
+    with ContextPatcher(model) as patcher:
+        for arguments in ({}, {"input_ids": ids}):
+            with pytest.raises(TypeError, match=message):
+                patcher.generate(inputs_embeds=embeds, **arguments)
+        [step] = patcher.generate(ids, max_new_tokens=1)
+    assert metrics.linf(step.logits[0, :97], expected).max() <= noise_limit(model)
