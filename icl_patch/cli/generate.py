@@ -2,6 +2,7 @@
 
 import argparse
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from icl_patch.cli import common
@@ -104,6 +105,7 @@ def _with_patch(options: argparse.Namespace) -> int:
     import torch
 
     from icl_patch.evaluation.loading import encode_contexts
+    from icl_patch.models.model_checks import require_finite
 
     ids, _ = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
     front, in_chat = patch.info.front, options.chat or options.system is not None
@@ -115,9 +117,14 @@ def _with_patch(options: argparse.Namespace) -> int:
             ids.to(model.device),
             attention_mask=torch.ones_like(ids, device=model.device),
             max_new_tokens=options.max_new_tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
             **_sampling(options),
         )
-    token_ids = out[0, ids.shape[1] :].tolist()
+        logits, tokens = torch.stack(out.logits, 1), out.sequences
+        valid = torch.ones_like(logits[..., 0], dtype=torch.bool)
+        require_finite(model, logits, valid, torch.no_grad()(partial(model, tokens)))
+    token_ids = tokens[0, ids.shape[1] :].tolist()
     text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
     result = {"patch": str(options.patch), "token_ids": token_ids, "text": text}
     common.print_result(options, result, text)

@@ -3,7 +3,8 @@
 Every command prints text and tables for people, or with ``--json`` one JSON object on stdout and
 nothing else; an error is ``{"error": {"type": …, "message": …}, "status": …}``. Progress goes to
 stderr, and only to a terminal. Exit status: 0 fine, 1 the check failed (a patch that is broken or
-of another model, an effect that no change of weights can have), 2 bad usage, 130 interrupted.
+of another model, an effect that no change of weights can have, logits that are not finite), 2 bad
+usage, 130 interrupted.
 
 A command is a module with ``HELP``, ``add_arguments`` and ``run``. Other packages add commands by
 the entry points ``icl_patch.commands``, as ``icl_patch.bench`` does. ``run`` imports the modules
@@ -35,7 +36,12 @@ from icl_patch.cli import (
     report,
     verify,
 )
-from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
+from icl_patch.errors import (
+    ControllabilityError,
+    FingerprintMismatch,
+    NonFiniteError,
+    PatchFormatError,
+)
 
 COMMANDS = "icl_patch.commands"
 
@@ -57,7 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(options.run(options))
         sys.stdout.flush()
         return status
-    except (FingerprintMismatch, PatchFormatError, ControllabilityError) as error:
+    except (
+        FingerprintMismatch,
+        PatchFormatError,
+        ControllabilityError,
+        NonFiniteError,
+    ) as error:
         return _report(program, error, 1, options.json)
     # the reader of stdout has closed it; drop the rest of the buffer
     except BrokenPipeError:
