@@ -121,10 +121,9 @@ def _with_patch(options: argparse.Namespace) -> int:
             return_dict_in_generate=True,
             **_sampling(options),
         )
-        logits, tokens = torch.stack(out.logits, 1), out.sequences
-        valid = torch.ones_like(logits[..., 0], dtype=torch.bool)
-        require_finite(model, logits, valid, torch.no_grad()(partial(model, tokens)))
-    token_ids = tokens[0, ids.shape[1] :].tolist()
+        again = torch.no_grad()(partial(model, out.sequences))
+        require_finite(model, torch.stack(out.logits, 1), again)
+    token_ids = out.sequences[0, ids.shape[1] :].tolist()
     text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
     result = {"patch": str(options.patch), "token_ids": token_ids, "text": text}
     common.print_result(options, result, text)

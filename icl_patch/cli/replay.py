@@ -77,8 +77,6 @@ def _next_without_context(model: "PreTrainedModel", patch: "ContextPatch") -> li
         ids = torch.cat([prefix, patch.kept_ids[row][kept]])[None].to(model.device)
         with torch.no_grad():
             logits = model(ids).logits
-            require_finite(
-                model, logits, torch.ones_like(ids, dtype=torch.bool), partial(model, ids)
-            )
+            require_finite(model, logits, partial(model, ids))
         found.append(logits[0, len(prefix) :].argmax(-1))
     return found

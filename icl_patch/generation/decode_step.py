@@ -233,7 +233,7 @@ def _check_feasible(state: DecodeState, output: StepOutput) -> None:
         diagnostics.check(start=state.steps - 1)
     model = state.attached.model
     run_whole = partial(forward_passes.run_whole, model, state.sequences())
-    require_finite(model, output.logits.unsqueeze(1), state.live, run_whole)
+    require_finite(model, output.logits.unsqueeze(1), run_whole, state.live)
 
 
 def _diagnostics(

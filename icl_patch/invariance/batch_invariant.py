@@ -87,9 +87,7 @@ def _self_check(model: PreTrainedModel, attention: bool) -> None:
     mask = torch.arange(width) >= torch.tensor(starts)[:, None]
     mask = mask.to(ids.device)
     alone = [_logits(model, ids[row : row + 1, start:]) for row, start in enumerate(starts)]
-    logits = torch.cat(alone)
-    valid = torch.ones_like(logits[..., 0], dtype=torch.bool)
-    require_finite(model, logits, valid, partial(_logits, model, ids, mask))
+    require_finite(model, torch.cat(alone), partial(_logits, model, ids, mask))
     for rows in ([0, 1, 2, 3, 4], [4, 3, 0], [1, 2]):
         together = _logits(model, ids[rows], mask[rows])
         for place, row in enumerate(rows):

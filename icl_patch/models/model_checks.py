@@ -193,19 +193,25 @@ def above_range(path: str, output: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def require_finite(
-    model: PreTrainedModel, logits: Tensor, valid: Tensor, again: Callable[[], object]
+    model: PreTrainedModel,
+    logits: Tensor,
+    again: Callable[[], object],
+    valid: Tensor | None = None,
 ) -> None:
-    """Check the logits (B, T, V) of the valid (B, T) tokens; one wait for the device.
+    """Check the logits (B, T, V) of the valid (B, T) tokens, by default of all; one wait for the
+    device.
 
-    again: runs the model as it ran. If logits are not finite, this shows in which block the first
-        number was not.
+    again: runs the model as it ran; called only if logits are not finite, to find the block in
+        which the first number was not.
 
     Raises:
         NonFiniteError: NaN or infinity in logits of a valid token.
     """
     if metrics.all_finite(logits):
         return
-    wrong = valid & ~logits.isfinite().all(-1)
+    wrong = ~logits.isfinite().all(-1)
+    if valid is not None:
+        wrong &= valid
     if wrong.any():
         row, reasons = int(wrong.nonzero()[0, 0]), _blocks_above_range(model, again)
         reasons += filter(None, [above_range("the head", logits, logits.dtype)])

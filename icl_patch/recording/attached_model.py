@@ -420,10 +420,9 @@ class AttachedModel:
         valid = patch.kept_mask if live is None else patch.kept_mask & live
         assert patch.logits is not None
         whole = partial(forward_passes.run_whole, model, sequences)
-        require_finite(model, patch.logits, valid, whole)
-        require_finite(
-            model, computation.reduced_logits, valid, partial(replay_logits, self, patch)
-        )
+        require_finite(model, patch.logits, whole, valid)
+        replay = partial(replay_logits, self, patch)
+        require_finite(model, computation.reduced_logits, replay, valid)
 
     # -- replay
 
@@ -451,7 +450,7 @@ class AttachedModel:
         self.watch_hooks()
         self.agree("the patch", (patch.kept_ids, patch.kept_mask, patch.prefix_ids))
         logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
-        require_finite(self.model, logits, patch.kept_mask, partial(self.replay_logits, patch))
+        require_finite(self.model, logits, partial(self.replay_logits, patch), patch.kept_mask)
         if not hooked and (not patch.hooked or expected is None):
             return logits
         if expected is None:
