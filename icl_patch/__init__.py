@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from icl_patch.errors import (
         ControllabilityError,
         FingerprintMismatch,
+        NonFiniteError,
         PatchFormatError,
         RankError,
         UnsupportedModelError,
@@ -42,6 +43,7 @@ _HOMES = {
     "ContextPatcher": "icl_patch.patcher",
     "ControllabilityError": "icl_patch.errors",
     "FingerprintMismatch": "icl_patch.errors",
+    "NonFiniteError": "icl_patch.errors",
     "PatchFormatError": "icl_patch.errors",
     "PatchedExperts": "icl_patch.layers.experts",
     "PatchedLinear": "icl_patch.layers.linear",
@@ -62,6 +64,7 @@ __all__ = [
     "ContextPatcher",
     "ControllabilityError",
     "FingerprintMismatch",
+    "NonFiniteError",
     "PatchFormatError",
     "PatchedExperts",
     "PatchedLinear",

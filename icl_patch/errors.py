@@ -19,6 +19,12 @@ class ControllabilityError(ValueError):
         self.violations = violations
 
 
+class NonFiniteError(ValueError):
+    """The model, or a replay of a patch, gave logits with NaN or infinity: its dtype cannot hold
+    all outputs of the block that the message names.
+    """
+
+
 class PatchFormatError(ValueError):
     """A patch or its file is not well formed: it is damaged, tensors are missing, extra or not
     finite, or they do not fit the model.

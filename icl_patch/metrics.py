@@ -1,4 +1,4 @@
-"""Distances between two sets of logits: the papers' measures."""
+"""Measures of logits: whether they are numbers, and the papers' distances between two sets."""
 
 import torch
 from torch import Tensor
@@ -43,6 +43,14 @@ def total_variation(logits: Tensor, reference: Tensor) -> Tensor:
 def same_argmax(logits: Tensor, reference: Tensor) -> Tensor:
     """Whether greedy decoding chooses the same token: (..., V) -> (...) bool."""
     return logits.argmax(-1) == reference.argmax(-1)
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """Whether no element is NaN or infinite, () bool: one reduction, without a wait for the
+    device. Elements whose difference is above the dtype's range count as infinite.
+    """
+    low, high = torch.aminmax(x)
+    return high - low < torch.inf
 
 
 def bit_identical(x: Tensor, reference: Tensor) -> Tensor:

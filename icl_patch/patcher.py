@@ -184,6 +184,7 @@ class ContextPatcher:
         Raises:
             ControllabilityError: no change of the weights can have the effect, for the layer and
                 token named.
+            NonFiniteError: the model's dtype cannot hold the outputs of the block named.
             UnsupportedModelError: the model has forward hooks with which the patch would be wrong.
             ValueError: a shape, a mask or a span does not fit; there are more tokens than the model
                 has positions for; there are ``model_inputs`` beside a prefix, or images without the
@@ -230,7 +231,7 @@ class ContextPatcher:
             :class:`icl_patch.analysis.dynamics.Trajectory`.
 
         Raises:
-            ControllabilityError, ValueError: as :meth:`compute`.
+            ControllabilityError, NonFiniteError, ValueError: as :meth:`compute`.
 
         Source: Dherin et al. (2025), Proposition 3.1.
         """
@@ -279,6 +280,7 @@ class ContextPatcher:
             FingerprintMismatch: the patch is of another model or tokenizer.
             PatchFormatError: it names tokens, positions or experts that the model does not have, or
                 its factors do not fit.
+            NonFiniteError: the model's dtype cannot hold the outputs of the block named.
             UnsupportedModelError: the effect of the model's forward hooks has changed since the
                 patch was computed.
             ValueError: the tokens are not those the patch is for, or the patch is a part that
@@ -424,9 +426,9 @@ class ContextPatcher:
         Raises:
             UnsupportedModelError: ``mode`` or ``compile`` does not cover this model, or its forward
                 hooks; or it got some after the first step.
-            ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
-                than the model has positions for, or for settings that choose tokens in another way
-                than greedily or by sampling, such as ``num_beams``.
+            ValueError, ControllabilityError, NonFiniteError: as :meth:`compute`; ValueError too for
+                more tokens than the model has positions for, or for settings that choose tokens in
+                another way than greedily or by sampling, such as ``num_beams``.
             TypeError: as :meth:`compute`; there are ``inputs_embeds``, or outputs are asked for.
         """
         self.attached_model.attachment.check_outside()

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import LINEAR
 from icl_patch.layers.patched_module import PatchedModule
-from icl_patch.models.language_model import random_tokens
+from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.tolerances import rounding_limit
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -134,7 +134,7 @@ def _folded(model: PreTrainedModel, undo: ExitStack) -> Folding:
     if model.training:
         raise ValueError("expected a model in eval mode, got one that is training")
     candidates = [path for path, module in model.named_modules() if _is_norm(module)]
-    ids = random_tokens(model, 7, seed=0)
+    ids = trial_tokens(model, 7, seed=0)
     expected, readers = _run_and_watch(model, ids, candidates)
     folded, refused = [], {}
     for path in candidates:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.linear import LINEAR
 from icl_patch.models.language_model import layers_of, text_config
+from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.tolerances import rounding_limit
 
 
@@ -174,8 +174,7 @@ def _check(
         value.register_forward_pre_hook(lambda _module, args: recorded.append(args[0])),
         output.register_forward_hook(lambda _module, _args, out: recorded.append(out)),
     ):
-        one = torch.ones(1, 1, dtype=torch.long, device=input_device(model))
-        model(input_ids=one, use_cache=False)
+        model(input_ids=trial_tokens(model, 1, seed=1, starts=[0]), use_cache=False)
     if len(recorded) == 2:
         x, y = (tensor.flatten().to(factors.value) for tensor in recorded)
         expected = torch.einsum("d,hdk,hke->e", x, factors.value, factors.output) + factors.bias

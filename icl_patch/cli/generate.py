@@ -2,6 +2,7 @@
 
 import argparse
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -111,6 +112,7 @@ def _with_patch(options: argparse.Namespace) -> int:
     import torch
 
     from icl_patch.evaluation.loading import encode_contexts
+    from icl_patch.models.model_checks import require_finite
 
     ids, _ = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
     front, in_chat = patch.info.front, options.chat or options.system is not None
@@ -123,9 +125,13 @@ def _with_patch(options: argparse.Namespace) -> int:
             attention_mask=torch.ones_like(ids, device=model.device),
             max_new_tokens=options.max_new_tokens,
             tokenizer=tokenizer,  # for stop strings of the generation configuration
+            output_logits=True,
+            return_dict_in_generate=True,
             **_choices(options, model, tokenizer),
         )
-    token_ids = out[0, ids.shape[1] :].tolist()
+        again = torch.no_grad()(partial(model, out.sequences))
+        require_finite(model, torch.stack(out.logits, 1), again)
+    token_ids = out.sequences[0, ids.shape[1] :].tolist()
     text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
     result = {"patch": str(options.patch), "token_ids": token_ids, "text": text}
     common.print_result(options, result, text)

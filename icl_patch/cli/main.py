@@ -3,7 +3,8 @@
 Every command prints text and tables for people, or with ``--json`` one JSON object on stdout and
 nothing else; an error is ``{"error": {"type": …, "message": …}, "status": …}``. Progress goes to
 stderr, and only to a terminal. Exit status: 0 fine, 1 the check failed (a patch that is broken or
-of another model, an effect that no change of weights can have), 2 bad usage, 130 interrupted.
+of another model, an effect that no change of weights can have, logits that are not finite), 2 bad
+usage, 130 interrupted.
 
 A command is a module with ``HELP``, ``add_arguments`` and ``run``. Other packages add commands by
 the entry points ``icl_patch.commands``, as ``icl_patch.bench`` does. ``run`` imports the modules
@@ -37,7 +38,12 @@ from icl_patch.cli import (
     verify,
 )
 from icl_patch.cli.output import OutputError, discard, output
-from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
+from icl_patch.errors import (
+    ControllabilityError,
+    FingerprintMismatch,
+    NonFiniteError,
+    PatchFormatError,
+)
 
 COMMANDS = "icl_patch.commands"
 
@@ -62,7 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status
     except _UsageError as error:
         raise SystemExit(_report(error.program, error, 2, as_json)) from None
-    except (FingerprintMismatch, PatchFormatError, ControllabilityError) as error:
+    except (
+        FingerprintMismatch,
+        PatchFormatError,
+        ControllabilityError,
+        NonFiniteError,
+    ) as error:
         return _report(program, error, 1, as_json)
     except (ValueError, TypeError, OSError, argparse.ArgumentTypeError) as error:
         return _report(program, error, 2, as_json)

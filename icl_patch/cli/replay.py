@@ -3,6 +3,7 @@ weights.
 """
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -68,11 +69,14 @@ def _next_without_context(model: "PreTrainedModel", patch: "ContextPatch") -> li
     """
     import torch
 
+    from icl_patch.models.model_checks import require_finite
+
     found = []
     for row, kept in enumerate(patch.kept_mask):
         prefix = patch.prefix_ids[row][patch.prefix_mask[row]]
         ids = torch.cat([prefix, patch.kept_ids[row][kept]])[None].to(model.device)
         with torch.no_grad():
-            logits = model(ids).logits[0, len(prefix) :]
-        found.append(logits.argmax(-1))
+            logits = model(ids).logits
+            require_finite(model, logits, partial(model, ids))
+        found.append(logits[0, len(prefix) :].argmax(-1))
     return found

@@ -128,7 +128,8 @@ def context_report(
         progress: called with (done, total), once for all groups and then for all tokens.
 
     Raises:
-        UnsupportedModelError, ControllabilityError: as :class:`icl_patch.ContextPatcher`.
+        UnsupportedModelError, ControllabilityError, NonFiniteError: as
+            :class:`icl_patch.ContextPatcher`.
         ValueError: ``groups`` is out of range; or as :func:`icl_patch.verify` and
             :func:`icl_patch.models.prompts.split_ids`.
     """

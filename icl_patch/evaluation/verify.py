@@ -214,7 +214,8 @@ def verify(
         name: the model's name in the report; by default the path or id it was loaded from.
 
     Raises:
-        UnsupportedModelError, ControllabilityError: as :class:`icl_patch.ContextPatcher`.
+        UnsupportedModelError, ControllabilityError, NonFiniteError: as
+            :class:`icl_patch.ContextPatcher`.
         ValueError: an argument does not fit.
     """
     if max_new_tokens < 1 or keep_last < 0:

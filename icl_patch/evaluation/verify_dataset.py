@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.errors import ControllabilityError
+from icl_patch.errors import ControllabilityError, NonFiniteError
 from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.models.language_model import check_length
@@ -195,7 +195,7 @@ def verify_dataset(
                 keep_last=keep_last,
                 name=name,
             )
-        except ControllabilityError as error:
+        except (ControllabilityError, NonFiniteError) as error:
             if len(batch) == 1:
                 reasons.append(f"row {batch[0].row.number}: {error}")
                 return

@@ -7,6 +7,7 @@ were. Shapes: B rows, S tokens so far, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, arithmetic_h
 from icl_patch.layers.attachment import as_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import MediaPositions, over_columns
+from icl_patch.models.model_checks import require_finite
 from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.diagnostics import BlockDiagnostics
@@ -191,6 +194,7 @@ def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     Raises:
         ControllabilityError: no change of the weights can have the effect, for the block and row
             named.
+        NonFiniteError: a logit of a live row is not finite.
         UnsupportedModelError: the model has forward hooks with which the patch would be wrong, or
             got some since the first step, and its steps run them in one pass.
     """
@@ -227,6 +231,9 @@ def _check_feasible(state: DecodeState, output: StepOutput) -> None:
     agree_on_violations(state.attached, resolved)
     for diagnostics in resolved:
         diagnostics.check(start=state.steps - 1)
+    model = state.attached.model
+    run_whole = partial(forward_passes.run_whole, model, state.sequences())
+    require_finite(model, output.logits.unsqueeze(1), run_whole, state.live)
 
 
 def _diagnostics(

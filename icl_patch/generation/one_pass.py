@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
+from icl_patch import metrics
 from icl_patch.generation.fused_modules import NormBefore, fused_modules
 from icl_patch.generation.rotary import fused_rotary, rotary_overrides
 from icl_patch.generation.shared_cache import SharedCacheStreams
@@ -57,7 +58,8 @@ class StepOutput:
 
     Attributes:
         logits: (B, V) of the reduced stream.
-        maybe_infeasible: () bool, whether some block may not be able to take up the context.
+        maybe_infeasible: () bool, whether some block may not be able to take up the context, or a
+            logit is not finite.
         factors, notes: of every block; the notes for its diagnostics.
         misses: (L, B), the number of elements that an exact factor of each block misses.
             activations: of every block, with the context. Both None for other updates.
@@ -209,10 +211,13 @@ class DecodeStep:
         return [(head, lambda x: forward(x[-self.batch :]))]
 
 
-def maybe_infeasible(notes: list[list[Note]], like: Tensor) -> Tensor:
-    """Whether some block may not be able to take up the context, () bool, in a few launches."""
+def maybe_infeasible(notes: list[list[Note]], logits: Tensor) -> Tensor:
+    """Whether some block may not be able to take up the context, or a logit is not finite, () bool,
+    in a few launches.
+    """
+    flag = ~metrics.all_finite(logits)
     refused = (arguments for block in notes for name, arguments in block if name == "refuse")
     gains = {id(gain): gain for _, gain, *_ in refused}.values()  # readers share an input
     if not gains:
-        return like.new_zeros((), dtype=torch.bool)
-    return (torch.cat([gain.flatten().to(like.device) for gain in gains]) == 0).any()
+        return flag
+    return flag | (torch.cat([gain.flatten().to(logits.device) for gain in gains]) == 0).any()

@@ -1,6 +1,6 @@
 """How a model's decode steps run: in one pass of both streams if it can be, else in two.
 
-A way of one pass is tried before it is used: its steps on random tokens must be their replays.
+A way of one pass is tried before it is used: its steps on trial tokens must be their replays.
 """
 
 import warnings
@@ -25,7 +25,7 @@ from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, reason_again
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models.forward_override import overridable, what_runs
-from icl_patch.models.language_model import random_tokens
+from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.hooks import paths_of
 from icl_patch.tolerances import rounding_limit
@@ -150,7 +150,7 @@ class StepPlans:
         return parallel and self.attached.update == "exact"
 
     def _try(self, mode: DecodeMode, arithmetic: str) -> OnePass:
-        """A plan of one pass, whose steps on random tokens are their replays."""
+        """A plan of one pass, whose steps on trial tokens are their replays."""
         attached, exact = self.attached, self.attached.update == "exact"
         model = attached.model
         uncovered = f"mode={mode.value!r} does not cover {type(model).__name__}"
@@ -219,9 +219,10 @@ def _is_plain(module: nn.Module) -> bool:
 def _replay_error(plan: OnePass) -> float:
     """The largest error of some replays."""
     attached = plan.attached
-    ids = random_tokens(attached.model, 9, seed=1)
+    padding = 3 if attached.takes_padding else 0
+    ids = trial_tokens(attached.model, 9, 1, attached.tokenizer, starts=[0, padding])
     mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[1, : 3 if attached.takes_padding else 0] = False
+    mask[1, :padding] = False
     state = prefill(attached, plan, ids[:, :7], mask[:, :7], 9)
     found = []
     for column in (6, 7, 8):

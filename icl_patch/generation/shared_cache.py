@@ -29,7 +29,7 @@ from icl_patch.generation.streams import (
     other_attention,
     own_value,
 )
-from icl_patch.layers.device_hooks import input_device, is_aligned
+from icl_patch.layers.device_hooks import is_aligned
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
     Forward,
@@ -37,9 +37,9 @@ from icl_patch.models.forward_override import (
     linear_forward,
     overridable,
 )
-from icl_patch.models.language_model import vocabulary
 from icl_patch.models.pipeline import is_last
 from icl_patch.models.trace import trace
+from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.recording.attached_block import AttachedBlock
 
 
@@ -161,7 +161,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
         outputs[output.data_ptr()] = output
         return output
 
-    ids = torch.arange(2, device=input_device(model)).unsqueeze(0) % vocabulary(model)
+    ids = trial_tokens(model, 2, seed=1, starts=[0])
     with attending(on_attention):
         traces = trace(model, {block.block.path: block.module for block in blocks}, ids)
     if len(outputs) != len(blocks):

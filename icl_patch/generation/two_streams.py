@@ -27,7 +27,7 @@ from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import call as run_model
 from icl_patch.models.forward_override import Forward
-from icl_patch.models.language_model import random_tokens
+from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.recording.attached_block import AttachedBlock
 
 
@@ -142,7 +142,7 @@ def _reads_its_cache(model: PreTrainedModel) -> bool:
         return y
 
     vars(cache)["update"] = observed
-    token = random_tokens(model, 1, seed=1)[:1]  # no padding, whose value may be 0
+    token = trial_tokens(model, 1, seed=1, starts=[0])  # no padding, whose value may be 0
     with attending(attend):
         run_model(model, token, torch.ones_like(token), torch.zeros_like(token), cache)
     return all(alone) and read == handed.keys()

@@ -16,9 +16,10 @@ from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.forward import cache_in, call
 from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.kv_cache import new_cache
-from icl_patch.models.language_model import check_length, position_limit, random_tokens
-from icl_patch.models.model_checks import check_language_model
+from icl_patch.models.language_model import check_length, position_limit
+from icl_patch.models.model_checks import check_language_model, require_finite
 from icl_patch.models.positions import NO_LIMIT, rotated_by_row, steady_length, switch_lengths
+from icl_patch.models.trial_tokens import trial_tokens
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
     model, but not the same bits.
 
     The context covers calls of the model in this thread; those of several threads take turns. A few
-    random tokens are run first, alone and in batches, and compared bit for bit. A copy of the model
+    trial tokens are run first, alone and in batches, and compared bit for bit. A copy of the model
     that is made within is a plain model.
 
     Args:
@@ -47,6 +48,7 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
     Raises:
         UnsupportedModelError: the model's rows depend on each other beyond the functions that
             :mod:`icl_patch.invariance.functions` replaces.
+        NonFiniteError: the model's dtype cannot hold its activations.
         ValueError: in a call, gradients are enabled or autocast is.
     """
     check_language_model(model)
@@ -109,11 +111,15 @@ def _self_check(model: PreTrainedModel, attention: bool) -> None:
     alone.
     """
     width = min(67, position_limit(model), *switch_lengths(model)) if attention else 1
-    ids = torch.cat([random_tokens(model, width, seed) for seed in range(3)])[:5]
     lengths = [max(1, n) for n in (width, width - 2, width, width // 2 + 1, width - 1)]
-    alone = [_logits(model, ids[row : row + 1, -length:]) for row, length in enumerate(lengths)]
-    starts = width - torch.tensor(lengths, device=ids.device)[:, None]
-    mask = torch.arange(width, device=ids.device) >= starts
+    starts = [width - length for length in lengths]
+    ids = trial_tokens(model, width, seed=0, starts=starts)
+    if not attention:  # the tokens of one text, each by itself
+        ids = trial_tokens(model, len(lengths), seed=0, starts=[0]).T
+    mask = torch.arange(width) >= torch.tensor(starts)[:, None]
+    mask = mask.to(ids.device)
+    alone = [_logits(model, ids[row : row + 1, start:]) for row, start in enumerate(starts)]
+    require_finite(model, torch.cat(alone), partial(_logits, model, ids, mask))
     for rows in ([0, 1, 2, 3, 4], [4, 3, 0], [1, 2]):
         together = _logits(model, ids[rows], mask[rows])
         for place, row in enumerate(rows):

@@ -19,7 +19,7 @@ from icl_patch.layers.experts import (
 )
 from icl_patch.layers.rms_norm import rms_norm_form
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
-from icl_patch.models.language_model import layers_of, random_tokens
+from icl_patch.models.language_model import layers_of
 from icl_patch.models.model_checks import (
     above_range,
     check_block_devices,
@@ -28,6 +28,7 @@ from icl_patch.models.model_checks import (
 )
 from icl_patch.models.residual_sums import is_sum, times
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, outermost, trace, tracing
+from icl_patch.models.trial_tokens import trial_tokens
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
 # layers counts as its MLP.
@@ -41,7 +42,7 @@ _FACTORS = ("multiplier", "scale", "factor")
 def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = None) -> list[Block]:
     """The blocks of a model in order, each with its form.
 
-    forward: runs the model once on a few tokens without a cache; by default on three random ones.
+    forward: runs the model once on a few tokens without a cache; by default on three trial tokens.
 
     Raises:
         UnsupportedModelError: a block has no form that is known to be covered; the message names it
@@ -52,7 +53,7 @@ def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = Non
     check_not_shared(layers)
     check_block_devices(layers)
     if forward is None:
-        traces = trace(model, layers, random_tokens(model, 3, seed=1))
+        traces = trace(model, layers, trial_tokens(model, 3, seed=1))
     else:
         with tracing(layers) as traces:
             forward()

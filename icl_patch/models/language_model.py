@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.pipeline import is_elsewhere
 from icl_patch.models.positions import first_position, steady_length
 
@@ -83,14 +81,6 @@ def family_of(model: PreTrainedModel) -> str:
 def vocabulary(model: PreTrainedModel) -> int:
     """The number of token ids."""
     return int(text_config(model).vocab_size)
-
-
-def random_tokens(model: PreTrainedModel, columns: int, seed: int) -> Tensor:
-    """Random ids (2, columns) int64 to try a model on; each of them gets a position."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocabulary(model), (2, columns), generator=generator)
-    padding = first_position(model) - 1
-    return ids.where(ids != padding, 0 if padding else 1).to(input_device(model))
 
 
 def position_limit(model: PreTrainedModel) -> int:

@@ -2,19 +2,28 @@
 instead.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from icl_patch import metrics
 from icl_patch._version import __version__
-from icl_patch.errors import UnsupportedModelError
+from icl_patch.errors import NonFiniteError, UnsupportedModelError
 from icl_patch.layers.device_hooks import device_of, offloaded
 from icl_patch.models.forward import cache_in, drafts_for_another, takes_cache
 from icl_patch.models.kv_cache import new_cache
-from icl_patch.models.language_model import random_tokens, vocabulary
+from icl_patch.models.language_model import layers_of, vocabulary
 from icl_patch.models.pipeline import is_elsewhere, is_last
+from icl_patch.models.ranks import ranks_of
 from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.models.trace import first_tensor
+from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.tolerances import rounding_limit
 
 # The oldest and the newest version of transformers that the tests run with.
@@ -207,24 +216,74 @@ def above_range(path: str, output: Tensor, dtype: torch.dtype) -> str | None:
     )
 
 
+def require_finite(
+    model: PreTrainedModel,
+    logits: Tensor,
+    again: Callable[[], object],
+    valid: Tensor | None = None,
+) -> None:
+    """Check the logits (B, T, V) of the valid (B, T) tokens, by default of all; one wait for the
+    device.
+
+    again: runs the model as it ran; called only if logits are not finite, to find the block in
+        which the first number was not.
+
+    Raises:
+        NonFiniteError: NaN or infinity in logits of a valid token.
+    """
+    if metrics.all_finite(logits):
+        return
+    wrong = ~logits.isfinite().all(-1)
+    if valid is not None:
+        wrong &= valid
+    if wrong.any():
+        row, reasons = int(wrong.nonzero()[0, 0]), _blocks_above_range(model, again)
+        reasons += filter(None, [above_range("the head", logits, logits.dtype)])
+        raise NonFiniteError(
+            f"expected finite logits, got NaN or infinity in row {row}: {reasons[0]}"
+        )
+
+
+def _blocks_above_range(model: PreTrainedModel, run: Callable[[], object]) -> list[str]:
+    """:func:`above_range` of every block that computes infinities or NaNs, in the order of a run;
+    of a split model of all ranks.
+    """
+    found: list[str] = []
+
+    def look(path: str, _module: nn.Module, _args: Any, outputs: Any) -> None:
+        output = first_tensor(outputs)
+        if output is not None and (reason := above_range(path, output, output.dtype)):
+            found.append(reason)
+
+    with ExitStack() as hooks:
+        for path, layer in layers_of(model).items():
+            hooks.callback(layer.register_forward_hook(partial(look, path)).remove)
+        run()
+    return [reason for part in ranks_of(model).exchange(found) for reason in part]
+
+
 @torch.no_grad()
-def explain_failure(model: PreTrainedModel, error: Exception) -> str:
+def explain_failure(
+    model: PreTrainedModel, error: Exception, tokenizer: PreTrainedTokenizerBase | None
+) -> str:
     """Why attaching failed with ``error``, for a user: a property of the model's class that rules
     it out, the refusal as it was, or the model's own words.
 
-    Runs the model on a few random tokens. Only a failure calls for this.
+    Runs the model on a few trial tokens. Only a failure calls for this.
     """
-    return _reason(model, error) + untested_version()
+    return _reason(model, error, tokenizer) + untested_version()
 
 
-def _reason(model: PreTrainedModel, error: Exception) -> str:
+def _reason(
+    model: PreTrainedModel, error: Exception, tokenizer: PreTrainedTokenizerBase | None
+) -> str:
     name = type(model).__name__
     refusal = str(error) if isinstance(error, UnsupportedModelError) else None
     raw = (
         f"{name} fails on the tokens that attaching tries, two rows in several calls over a"
         f" {type(new_cache(model)).__name__}: {' '.join(str(error).split())}"
     )
-    ids = random_tokens(model, 6, seed=2)
+    ids = trial_tokens(model, 6, 2, tokenizer)
     try:
         output = model(ids, use_cache=True)
         other = model(torch.cat([ids[:, :-1], ids[:, :1]], 1)).logits  # another last token

@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from icl_patch import metrics
 from icl_patch.errors import ExactnessWarning, RankError, UnsupportedModelError
 from icl_patch.invariance.arithmetic import arithmetic_here
 from icl_patch.layers.attachment import as_pass
@@ -32,12 +33,18 @@ from icl_patch.models.language_model import (
     family_of,
     layers_of,
 )
-from icl_patch.models.model_checks import check_language_model, check_split, explain_failure
+from icl_patch.models.model_checks import (
+    check_language_model,
+    check_split,
+    explain_failure,
+    require_finite,
+)
 from icl_patch.models.pipeline import stage_of
 from icl_patch.models.positions import check_one_side
 from icl_patch.models.ranks import Ranks, digest, on_all_ranks, ranks_of, versions
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.models.tensor_parallel import group_of
+from icl_patch.models.trial_tokens import first_token
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import (
     WatchedWeights,
@@ -64,8 +71,8 @@ from icl_patch.tolerances import rounding_limit
 class _Known:
     """What attaching found of a model.
 
-    state: of its modules, settings and weights then. blocks: those on this rank. weights: watched
-    since. takes_padding: what was found since, by the hooks.
+    state: of its modules, settings, weights and first token then. blocks: those on this rank.
+    weights: watched since. takes_padding: what was found since, by the hooks.
     """
 
     state: tuple[Any, ...]
@@ -77,13 +84,16 @@ class _Known:
 _known: "weakref.WeakKeyDictionary[PreTrainedModel, _Known]" = weakref.WeakKeyDictionary()
 
 
-def _state_of(model: PreTrainedModel) -> tuple[Any, ...] | None:
+def _state_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Any, ...] | None:
     """What the self-check depends on; None if torch does not count changes of the weights."""
     if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
         return None
     plain = (bool, int, float, str, torch.dtype, type(None))
     runs = tuple(x if isinstance(x, plain) else id(x) for x in what_runs(model))
-    return runs, tuple(weight_state(model)), model.config.to_json_string(use_diff=False)
+    config, first = model.config.to_json_string(use_diff=False), first_token(model, tokenizer)
+    return runs, tuple(weight_state(model)), config, first
 
 
 class HasAttachedModel(Protocol):
@@ -141,7 +151,7 @@ class AttachedModel:
             )
         self.model, self.update, self.tokenizer = model, update, tokenizer
         self.ranks.shared(lambda: self._check_model(model))
-        state = _state_of(model)
+        state = _state_of(model, tokenizer)
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
@@ -158,7 +168,9 @@ class AttachedModel:
             ours = (torch.OutOfMemoryError, RankError)
             if not isinstance(error, Exception) or isinstance(error, ours):
                 raise
-            reason = explain_failure(model, error) if self.ranks.size == 1 else str(error)
+            reason = (
+                explain_failure(model, error, tokenizer) if self.ranks.size == 1 else str(error)
+            )
             if hooked:
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
             else:
@@ -199,7 +211,7 @@ class AttachedModel:
             self._swap_blocks(known.blocks)
             return
         self.weights.refresh()
-        check = SelfCheck(self.model, self.recurrent)
+        check = SelfCheck(self.model, self.recurrent, self.tokenizer)
         self._swap_blocks(self.ranks.shared(check.blocks))
         check.run(self)
         blocks = [block.block for block in self.blocks]
@@ -309,7 +321,9 @@ class AttachedModel:
         with self.attachment.exclusive(), torch.inference_mode(False), self.own_rounding():
             hooked = self.hooks.current()
             if hooked not in self._takes_padding:
-                self._takes_padding[hooked] = takes_padding(self.model, self.recurrent)
+                self._takes_padding[hooked] = takes_padding(
+                    self.model, self.recurrent, self.tokenizer
+                )
         return self._takes_padding[hooked]
 
     @property
@@ -364,7 +378,7 @@ class AttachedModel:
         """The patch of the kept tokens, with everything observed on the way.
 
         Raises:
-            ControllabilityError, UnsupportedModelError, ValueError, TypeError: as
+            ControllabilityError, NonFiniteError, UnsupportedModelError, ValueError, TypeError: as
                 :meth:`icl_patch.ContextPatcher.compute`.
         """
         self.require_attached()
@@ -397,7 +411,20 @@ class AttachedModel:
         """
         hooked = self.hooks.current()
         computation = compute_closing(self, cache, sequences, live)
+        self._check_finite(computation, sequences, live)
         return self._check_computed(hooked, computation, live) if hooked else computation
+
+    def _check_finite(
+        self, computation: Computation, sequences: Sequences, live: Tensor | None
+    ) -> None:
+        """Raises NonFiniteError unless both streams' logits of the kept tokens are finite."""
+        patch, model = computation.patch, self.model
+        valid = patch.kept_mask if live is None else patch.kept_mask & live
+        assert patch.logits is not None
+        whole = partial(forward_passes.run_whole, model, sequences)
+        require_finite(model, patch.logits, whole, valid)
+        replay = partial(replay_logits, self, patch)
+        require_finite(model, computation.reduced_logits, replay, valid)
 
     # -- replay
 
@@ -420,10 +447,12 @@ class AttachedModel:
 
         Raises:
             UnsupportedModelError: they differ.
+            NonFiniteError: a logit is not finite.
         """
         self.watch_hooks()
         self.agree("the patch", (patch.kept_ids, patch.kept_mask, patch.prefix_ids))
         logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
+        require_finite(self.model, logits, partial(self.replay_logits, patch), patch.kept_mask)
         if not hooked and (not patch.hooked or expected is None):
             return logits
         if expected is None:
@@ -472,7 +501,7 @@ class AttachedModel:
         """Give a warning if the replay of an exact patch has other logits (B, T, V) than the run
         with the context at some valid (B, T) token.
         """
-        wrong = ~torch.isclose(replayed, expected, 0, 0, equal_nan=True).all(-1) & valid
+        wrong = ~metrics.bit_identical(replayed, expected) & valid
         if not wrong.any():
             return
         error = error_of(replayed, expected, wrong)

@@ -8,6 +8,7 @@ from transformers import Cache, PreTrainedModel
 
 from icl_patch.models.attention_mask import Visibility, restricted_attention
 from icl_patch.models.forward import call
+from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.positions import rotated_as_one_call
 from icl_patch.recording.sequences import Sequences
 
@@ -51,6 +52,12 @@ def _forget(cache: Cache, rows: Tensor) -> None:
     for state in states:
         if isinstance(state, Tensor):
             state.masked_fill_(rows.reshape(-1, *[1] * (state.dim() - 1)), 0)
+
+
+def run_whole(model: PreTrainedModel, sequences: Sequences) -> Tensor:
+    """The unmodified model on all tokens in one call: the logits (B, 1, V) of the last one."""
+    tokens = (sequences.ids, sequences.mask, sequences.positions)
+    return run(model, *tokens, new_cache(model), longest=sequences.longest, last_logits=1)
 
 
 def run_head(

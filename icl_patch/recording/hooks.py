@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
@@ -112,16 +111,10 @@ def paths_of(hooks: HookIds) -> str:
     return ", ".join(path or "the model" for path in paths[:_SHOWN]) + more
 
 
-def errors_of(replayed: Tensor, expected: Tensor) -> Tensor:
-    """``max |replayed - expected| / max |expected|`` of logits (..., V), two NaN being equal."""
-    replayed = torch.where(replayed.isnan() & expected.isnan(), 0, replayed)
-    return metrics.linf(replayed, expected.nan_to_num(nan=0.0))
-
-
 def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
-    """The largest of :func:`errors_of` of all valid tokens.
+    """The largest :func:`icl_patch.metrics.linf` of all valid tokens.
 
     Args:
         replayed, expected: logits (B, T, V). valid: (B, T) bool.
     """
-    return max(errors_of(replayed[valid], expected[valid]).tolist(), default=0.0)
+    return max(metrics.linf(replayed[valid], expected[valid]).tolist(), default=0.0)

@@ -258,7 +258,7 @@ def replay_compared(
     """Replay a patch and compare every block's sum with ``outputs``, (B, T, d) each: logits (B, T,
     V), and how many elements differ, (L, B, T) int64.
 
-    NaN counts as equal to NaN; columns of padding count as equal.
+    Columns of padding count as equal.
     """
     mask, prefix = patch.kept_mask, prefix_cache(attached.model, patch)
     missed: list[list[Tensor]] = [[] for _ in outputs]  # (B, columns) of each call, by block
@@ -268,8 +268,7 @@ def replay_compared(
         assert output is not None
         total = total.as_subclass(Tensor).reshape(len(output), -1, output.shape[-1])
         target = output[:, start : start + total.shape[1]]
-        same = torch.isclose(total, target, 0, 0, equal_nan=True)
-        missed[layer].append((~same).sum(-1).to(mask.device))
+        missed[layer].append((total != target).sum(-1).to(mask.device))
 
     with ExitStack() as hooks:
         for layer, block in enumerate(attached.blocks):

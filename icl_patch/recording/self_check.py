@@ -6,27 +6,30 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from icl_patch import metrics
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block
 from icl_patch.models.forward import call, counts_slots
-from icl_patch.models.language_model import random_tokens, text_config
+from icl_patch.models.language_model import text_config
+from icl_patch.models.model_checks import above_range
 from icl_patch.models.pipeline import stage_of
 from icl_patch.models.positions import first_position
+from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
-from icl_patch.recording.hooks import errors_of
 from icl_patch.recording.passes import (
     close_on,
     empty_slots,
@@ -41,11 +44,10 @@ from icl_patch.tolerances import rounding_limit
 _PROBE = 2.0**40
 # In fp64 a number times a power of two has no rounding error; the sum with the stream has one.
 _LIMIT = 2.0**-30
-_TOKENS = 3
 
 
 @torch.no_grad()
-def measure_multipliers(attached: HasBlocks) -> None:
+def measure_multipliers(attached: HasBlocks, ids: Tensor) -> None:
     """Replace each ``residual_multiplier`` by the number that the block applies to its writer's
     output in fp64, where exact factors are added.
 
@@ -54,11 +56,13 @@ def measure_multipliers(attached: HasBlocks) -> None:
     Detection found it in the outputs of the model, which have few digits: in bf16 0.999 can give
     the bits of 1.
 
+    ids: (2, T) int64, the rows.
+
     Raises:
         UnsupportedModelError: a block does not multiply all elements by one number.
     """
     blocks = [block for block in attached.blocks if block.spec.residual_multiplier != 0]
-    for block, (low, high) in zip(blocks, _sums(attached, blocks), strict=True):
+    for block, (low, high) in zip(blocks, _sums(attached, blocks, ids), strict=True):
         factors = (high - low).flatten() / _PROBE
         multiplier = float(factors.median())
         if not bool(((factors - multiplier).abs() <= _LIMIT * abs(multiplier)).all()):
@@ -70,7 +74,7 @@ def measure_multipliers(attached: HasBlocks) -> None:
         block.block = replace(block.block, spec=block.spec)
 
 
-def _sums(attached: HasBlocks, blocks: list[AttachedBlock]) -> list[Tensor]:
+def _sums(attached: HasBlocks, blocks: list[AttachedBlock], ids: Tensor) -> list[Tensor]:
     """The sums (2, T, d) of the blocks in fp64. Behind its sum a block goes on with ones, so that
     the blocks after it read the same in both rows.
     """
@@ -79,7 +83,7 @@ def _sums(attached: HasBlocks, blocks: list[AttachedBlock]) -> list[Tensor]:
     def write(_module: Any, _args: Any, out: Tensor) -> Tensor:
         written = torch.zeros_like(out, dtype=torch.float64)
         # (2, T, d), or these rows one after the other for each expert
-        written.view(-1, 2 * _TOKENS, out.shape[-1])[:, _TOKENS:] = _PROBE
+        written.view(-1, ids.numel(), out.shape[-1])[:, ids.shape[1] :] = _PROBE
         return written
 
     def end(block: AttachedBlock) -> Any:
@@ -94,7 +98,6 @@ def _sums(attached: HasBlocks, blocks: list[AttachedBlock]) -> list[Tensor]:
             block.hook(hooks, block.writer.register_forward_hook, write)
             block.keep_unrounded(hooks)
             block.hook_end(hooks, end(block), first=True)
-        ids = random_tokens(attached.model, _TOKENS, seed=1)[:1].repeat(2, 1)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         call(
             attached.model, ids, torch.ones_like(ids), positions, kv_cache.new_cache(attached.model)
@@ -103,7 +106,7 @@ def _sums(attached: HasBlocks, blocks: list[AttachedBlock]) -> list[Tensor]:
 
 
 class SelfCheck:
-    """Four forwards on random tokens: of the model before attaching, and of the attached model with
+    """Four forwards on trial tokens: of the model before attaching, and of the attached model with
     its modules off, recording, and replaying.
 
     Two rows are a prefix, a context and kept tokens, all in one call. Each is there twice, the
@@ -123,11 +126,13 @@ class SelfCheck:
     before the kept tokens, as `compute` does: then all its rows are multiplied as in a replay.
     """
 
-    def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, recurrent: bool, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
         self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
         # recurrent classes continue from a state with one token per call
         self._kept = 1 if recurrent else 2
-        ids = random_tokens(model, 9, seed=0)[:, : 3 + self._kept]
+        ids = trial_tokens(model, 3 + self._kept, 0, tokenizer)
         ids = ids.repeat(1 if recurrent else 2, 1)
         self._sequences = assemble(ids[:, 1:3], ids[:, 3:], prefix_ids=ids[:, :1])
         self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
@@ -166,9 +171,11 @@ class SelfCheck:
     def run(self, attached: HasBlocks) -> None:
         """Raises UnsupportedModelError if the model does not behave as its block specs say."""
         blocks, ranks, positions = attached.blocks, attached.ranks, self._sequences.positions
+        if reason := above_range("the head", self._expected, self._expected.dtype):
+            raise UnsupportedModelError(reason)
         with observe(blocks) as activations:
             logits, cache = self._forward(positions)
-        if not _same(logits, self._expected):
+        if not torch.equal(logits, self._expected):
             raise UnsupportedModelError(
                 f"expected {self._name} to number its tokens one by one from"
                 f" {first_position(self._model)}, but without position_ids its logits are others:"
@@ -182,12 +189,14 @@ class SelfCheck:
             )
         patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
         prefix = self._prefix(patch, cache)
+        probe = self._sequences.ids[:1].repeat(2, 1)
+        measure = partial(ranks.shared, partial(measure_multipliers, attached, probe))
         numbers = {block.spec.residual_multiplier for block in blocks}
         if ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
-            ranks.shared(lambda: measure_multipliers(attached))
+            measure()
         if self._reason(attached, activations, patch, prefix) is None:
             return
-        ranks.shared(lambda: measure_multipliers(attached))
+        measure()
         with observe(blocks) as activations:
             logits, _ = self._forward(positions, split=True)
         patch = replace(patch, logits=logits)
@@ -248,7 +257,7 @@ class SelfCheck:
         replayed = replay_logits(attached, patch, deepcopy(prefix))[rows]
         # sums of several ranks may be taken in another order
         split_sums = attached.ranks.size > 1 and stage_of(self._model) is None
-        compare = _near if report.misses.any() or split_sums else _same
+        compare = _near if report.misses.any() or split_sums else torch.equal
         if attached.ranks.any(not compare(replayed, patch.logits[rows])):
             return f"{self._name} has blocks that hand on more of their context than their sum"
         return None
@@ -256,7 +265,7 @@ class SelfCheck:
     def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
         """Why kept tokens alone are others than with the context hidden, None if they are not."""
         hidden = ~self._live.squeeze(1)
-        near = errors_of(alone[hidden], logits[hidden]) <= _limit(logits)
+        near = metrics.linf(alone[hidden], logits[hidden]) <= _limit(logits)
         # in half precision rounding may choose other experts for some tokens, or change them more
         # in another way; a wrong mask changes all of them
         if near.all() or (_has_few_bits(self._model) and 2 * near.sum() >= near.numel()):
@@ -277,7 +286,9 @@ def _check_readers(block: AttachedBlock, called: Iterable[str]) -> None:
 
 
 @torch.no_grad()
-def takes_padding(model: PreTrainedModel, recurrent: bool) -> bool:
+def takes_padding(
+    model: PreTrainedModel, recurrent: bool, tokenizer: PreTrainedTokenizerBase | None
+) -> bool:
     """Whether a row with padding on its left has the logits that it has alone.
 
     A recurrent model may let the padding into its states: then its logits depend on the padding's
@@ -285,7 +296,7 @@ def takes_padding(model: PreTrainedModel, recurrent: bool) -> bool:
     where wrong positions may change as little as rounding does. Nothing is compared where rounding
     may choose other experts.
     """
-    ids = random_tokens(model, 6, seed=0)
+    ids = trial_tokens(model, 6, 0, tokenizer)
 
     def logits(columns: slice, token: int) -> Tensor:
         """Of the last token (B, 1, V), behind a ``token`` that the mask hides."""
@@ -300,9 +311,9 @@ def takes_padding(model: PreTrainedModel, recurrent: bool) -> bool:
     few_bits, settings = _has_few_bits(model), vars(text_config(model)).items()
     if any("expert" in name and type(value) is int and value for name, value in settings):
         return few_bits or _near(padded, alone)
-    if recurrent and not _same(padded, logits(slice(None), 1)):
+    if recurrent and not torch.equal(padded, logits(slice(None), 1)):
         return False
-    return _same(padded, alone) if counts_slots(model) and few_bits else _near(padded, alone)
+    return torch.equal(padded, alone) if counts_slots(model) and few_bits else _near(padded, alone)
 
 
 def _can_be_cut(layer: object) -> bool:
@@ -317,14 +328,9 @@ def _has_few_bits(model: PreTrainedModel) -> bool:
 
 def _near(logits: Tensor, expected: Tensor) -> bool:
     """Whether each token's logits are the same up to rounding."""
-    return bool((errors_of(logits, expected) <= _limit(expected)).all())
+    return bool((metrics.linf(logits, expected) <= _limit(expected)).all())
 
 
 def _limit(logits: Tensor) -> float:
     """The error that may be rounding."""
     return min(1.0, rounding_limit(logits.dtype))
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Equal, a NaN to a NaN too."""
-    return torch.allclose(x, y, 0, 0, equal_nan=True)

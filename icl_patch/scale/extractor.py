@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from icl_patch.errors import ControllabilityError, PatchFormatError
+from icl_patch.errors import ControllabilityError, NonFiniteError, PatchFormatError
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import padded
@@ -101,7 +101,7 @@ class Extractor:
         for row in sorted(rows, key=lambda row: sum(row.lengths))[:_TRIED]:
             try:
                 patch = compute_batch(self.patcher, [row])
-            except ControllabilityError as error:
+            except (ControllabilityError, NonFiniteError) as error:
                 rejected.append(row.row.rejected(error, self.columns))
                 continue
             assert patch.logits is not None
@@ -154,7 +154,7 @@ class Extractor:
         """
         try:
             yield self._write(batch)
-        except (ControllabilityError, PatchFormatError) as error:
+        except (ControllabilityError, NonFiniteError, PatchFormatError) as error:
             if len(batch) == 1:
                 rejected.append(batch[0].row.rejected(error, self.columns))
                 return

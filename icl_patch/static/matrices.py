@@ -9,10 +9,11 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import matrix_of
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.models.block_detection import blocks_of, is_matrix
-from icl_patch.models.language_model import layers_of, random_tokens
+from icl_patch.models.language_model import layers_of
 from icl_patch.models.ranks import check_one_process
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.models.trace import BlockTrace, inside, trace
+from icl_patch.models.trial_tokens import trial_tokens
 
 PARTS = ("mlp", "attention")
 
@@ -53,7 +54,7 @@ def find_matrices(
             f"expected blocks that can hold a static patch, got {with_experts[0]} with experts:"
             " which of them a token uses changes with the patch"
         )
-    traces = trace(model, layers_of(model), random_tokens(model, 3, seed=1))
+    traces = trace(model, layers_of(model), trial_tokens(model, 3, seed=1))
     found = {
         path: matrix_shape(model.get_submodule(path))
         for block in blocks[first_block:]

@@ -28,6 +28,7 @@ from icl_patch.evaluation.verify import verify
 from icl_patch.generation.plans import MODES
 from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
+from icl_patch.static import LowRank, StaticInfo, StaticPatch
 
 
 def prompt_text() -> str:
@@ -301,3 +302,31 @@ def test_tuning_without_triton_names_the_cure(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tune, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=re.escape("pip install 'icl-patch[gpu]'")):
         tune.run(argparse.Namespace(device=torch.device("cuda")))
+
+
+def test_logits_that_are_not_finite_fail_commands(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that no trial sees spoils them."""
+    of_token, static = tmp_path / "token.safetensors", tmp_path / "static.safetensors"
+    prompt = ("--context", "4", "--question", "7")
+    assert run(capsys, "extract", *prompt, "--out", of_token)[0] == 0
+    model, tokenizer = embedded.load()
+    changes = {"model.layers.0.mlp.down_proj": LowRank(torch.zeros(1, 128), torch.zeros(1, 256))}
+    StaticPatch(StaticInfo.of(model, tokenizer, "test", ()), changes).save(static)
+    [token], own = tokenizer("7", add_special_tokens=False).input_ids, torch.nn.Embedding.forward
+
+    def spoilt(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        return own(self, ids).masked_fill((ids == token).unsqueeze(-1), torch.nan)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", spoilt)
+    text = (*prompt, "--max-new-tokens", "2")
+    for command in (
+        ("generate", *text),
+        ("generate", *text, "--patch", static),
+        ("verify", *text),
+        ("replay", "--patch", of_token),
+    ):
+        status, out, err = run(capsys, *command)
+        assert (status, out.strip()) == (1, ""), (command, err)
+        assert re.search(r"NaN or infinity in row 0: model\.layers\.0 has outputs", err), command

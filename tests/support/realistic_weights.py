@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.models.block_spec import Block
-from icl_patch.models.language_model import layers_of, random_tokens, vocabulary
+from icl_patch.models.language_model import layers_of, vocabulary
+from icl_patch.models.trial_tokens import first_token
 
 # Of a norm's scales, from the smallest to the largest; and of the norms of an attention's heads.
 NORM_SCALES = (0.01, 30.0)
@@ -115,11 +116,11 @@ def to_dtype(model: PreTrainedModel, dtype: torch.dtype, features: Features) -> 
 
 
 def _triggers(model: PreTrainedModel) -> Tensor:
-    """The first tokens of the rows on which a block's form is read, and then checked: the first
-    token is the one that a trained model marks.
-    """
-    probes = [random_tokens(model, columns, seed) for columns, seed in ((3, 1), (9, 0))]
-    return torch.cat([ids[:, 0] for ids in probes]).unique()
+    """The token that the configuration puts before every text, which a trained model marks."""
+    config = model.config.get_text_config()
+    if first_token(model) is None:
+        config.bos_token_id = 1
+    return torch.tensor([config.bos_token_id])
 
 
 def rows(model: PreTrainedModel, triggers: Tensor) -> Tensor:
