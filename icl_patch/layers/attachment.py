@@ -151,8 +151,8 @@ class PassHook:
 
     of_a_pass = True
 
-    def __init__(self, hook: Callable[..., Any], attachment: Attachment) -> None:
-        self._hook, self._thread = hook, attachment.thread
+    def __init__(self, hook: Callable[..., Any], thread: int | None) -> None:
+        self._hook, self._thread = hook, thread
 
     def __call__(self, *args: Any) -> Any:
         """Call the hook, unless this is another thread."""

@@ -144,7 +144,13 @@ def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:
                 "allow_is_causal_skip": False,
             }
         is_token = kwargs.get("attention_mask") if _hides_padding.get() else None
-        if is_token is not None and is_token.shape[1] >= kwargs["q_offset"] + kwargs["q_length"]:
+        # masks of encoders, and of attention to them, are left as they are
+        causal = "allow_is_bidirectional_skip" not in kwargs
+        if (
+            is_token is not None
+            and causal
+            and is_token.shape[1] >= kwargs["q_offset"] + kwargs["q_length"]
+        ):
             kwargs["mask_function"] = _of_tokens(kwargs["mask_function"], is_token)
         return mask_function(*args, **kwargs)
 

@@ -255,7 +255,7 @@ class AttachedBlock:
         **options: Any,
     ) -> None:
         """``register(hook, **options)`` until ``hooks`` is closed, as :class:`PassHook`."""
-        hooks.callback(register(PassHook(hook, self.attachment), **options).remove)
+        hooks.callback(register(PassHook(hook, self.attachment.thread), **options).remove)
 
     def hook_start(self, hooks: ExitStack, hook: Any) -> None:
         """Call ``hook((rows, T))`` when the block begins."""
