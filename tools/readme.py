@@ -97,18 +97,6 @@ def fidelity() -> str:
     return _table(columns, rows)
 
 
-def chat() -> str:
-    """The chats of ``make demo MODEL=FOLDER`` on SmolLM2-135M-Instruct."""
-    names = ("context", "question", "with_context", "without", "patched")
-    rows = [
-        [" ".join(answer[name].split()) for name in names]
-        for answer in _read("docs/data/demo.json")["answers"]
-        if answer["kind"] == "chat"
-    ]
-    columns = ["system message", "question", "with it", "without it", "patched, without it"]
-    return _table(columns, rows)
-
-
 def speed() -> str:
     """Decode steps of a pretrained model, the model's own step being 1."""
     found = [
@@ -260,7 +248,7 @@ def split_steps() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
-    "README.md": {"chat": chat, "fidelity": fidelity},
+    "README.md": {"fidelity": fidelity},
     "docs/models.md": {"families": families},
     "docs/scale.md": {
         "extraction": extraction,
