@@ -26,10 +26,11 @@ A mixture of experts has our own forms and the model's own step only: a patch ch
 that a token chose and no others, and PEFT has no adapter for experts. The model's own step runs the
 experts as transformers does by default.
 
-The middle half and the error are those of `stable`, or of `exact` where there is no `stable`. The
-error is the largest difference of the logits from the model's own, relative to the largest logit.
-It must be smaller than the patch's own effect; a step that fails has no time. Older tables have `of ceiling` too, the time to read every weight once at the best bandwidth measured beside,
-divided by the step's time, and the operators and the memory of our step.
+The middle half and the error are those of `stable`, in older tables of `exact` where there is no
+`stable`. The error is the largest difference of the logits from the model's own, relative to the
+largest logit. It must be smaller than the patch's own effect; a step that fails has no time. Older
+tables have `of ceiling` too, the time to read every weight once at the best bandwidth measured
+beside, divided by the step's time, and the operators and the memory of our step.
 """
 
 import functools
