@@ -8,6 +8,7 @@ tables into the reference.
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -58,7 +59,8 @@ PICTURE = re.compile(
 )
 SHOWN = "".join(
     f"````{{container}} picture only-{scheme}\n"
-    f"```{{image}} \\g<{scheme}>\n:alt: \\g<alt>\n```\n````\n"
+    f"```{{image}} \\g<{scheme}>\n:alt: \\g<alt>\n```\n"
+    f"```{{image}} \\g<{scheme}>\n:alt:\n:class: second-half\n```\n````\n"
     for scheme in ("light", "dark")
 )
 
@@ -127,6 +129,17 @@ def with_navigation(_: Sphinx, name: str, source: list[str]) -> None:
         source[0] = f"# {benchmark}, {device}\n{source[0].partition(chr(10))[2]}"
 
 
+def with_breaks(_app: Sphinx, _page: str, _template: str, context: dict[str, Any], _: Any) -> None:
+    """Long names in code may break behind their dots, slashes and underscores."""
+
+    def broken(name: re.Match[str]) -> str:
+        return re.sub(r"(::|[./]|(?<=\w\w)_)(?=\w\w)", r"\1<wbr>", name[0])
+
+    if "body" in context:
+        context["body"] = re.sub(r'(?<=<span class="pre">)[^<]+', broken, context["body"])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", with_navigation)
+    app.connect("html-page-context", with_breaks)
