@@ -94,9 +94,10 @@ bench: $(RUN) build/peft ## time the kernels beside the code that they replace, 
 sweep: $(RUN) ## try every causal model class of transformers, small and random; resumes a stopped run; hours on one core; docs/model_classes.md
 	OMP_NUM_THREADS=1 $(RUN) tools/sweep.py $(TYPES)
 
-figures: $(RUN) ## write the tables of the benchmarks, README and docs again from their numbers
+figures: $(RUN) ## write the tables of the benchmarks, README and docs again from their numbers, and the reference from the docstrings
 	$(RUN) -m icl_patch bench --tables --out bench/results
 	$(RUN) tools/readme.py
+	$(RUN) tools/reference.py
 
 # Each writes its pictures, its numbers and its page into docs/papers; make -j2 papers takes two cores.
 EXPERIMENTS := linear_regression table_1 goldwaser

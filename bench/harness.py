@@ -15,12 +15,13 @@ class Comparison:
     """Calls that do the same work.
 
     Attributes:
-        ours: the call that the others are compared with.
+        ours: the call whose numbers the table has beside the times.
         check: ``check(call, result)`` gives the result's error; raises AssertionError with expected
             and got.
         nbytes: bytes that each call must move at least.
         ceiling: the call that measures the bandwidth, if there is one.
         notes: further numbers about our call.
+        base: the call that is 1×; by default ours.
     """
 
     ours: str
@@ -29,6 +30,7 @@ class Comparison:
     nbytes: Mapping[str, int] = field(default_factory=dict)
     ceiling: str = ""
     notes: Mapping[str, float] = field(default_factory=dict)
+    base: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,11 @@ def _numbers(comparison: Comparison, name: str, times: Mapping[str, Seconds]) ->
     if name not in times:
         return {}
     nbytes, ours, ceiling = comparison.nbytes, comparison.ours, comparison.ceiling
+    base = comparison.base or ours
     seconds = times[name]["median"]
     row: dict[str, Any] = {"seconds": times[name]}
-    if ours in times:
-        row["ratio"] = seconds / times[ours]["median"]
+    if base in times:
+        row["ratio"] = seconds / times[base]["median"]
     if name in nbytes:
         row["GB/s"] = nbytes[name] / seconds / 1e9
         if ceiling in times:

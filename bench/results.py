@@ -149,7 +149,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The lines of a Markdown table with a row for each case: every call's time and its ratio to
-    ours, then the middle half of our times and our numbers.
+    the base's, then the middle half of our times and our numbers.
     """
     ours = {row["case"]: row for row in rows if row["ours"]}
     calls = list(dict.fromkeys(row["call"] for row in rows if row["call"]))
@@ -171,11 +171,11 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def cell(row: Row) -> str:
-    """A call's time and its ratio to ours, or the reason it failed."""
+    """A call's time and its ratio to the base's, or the reason it failed."""
     if "failed" in row:
         return f"FAILED: {row['failed']}"
     text = format_seconds(row["seconds"]["median"])
-    return text if row["ours"] or "ratio" not in row else f"{text} ({row['ratio']:.3g}×)"
+    return text if row.get("ratio", 1) == 1 else f"{text} ({row['ratio']:.3g}×)"
 
 
 def middle_half(row: Row) -> str:

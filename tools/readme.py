@@ -25,17 +25,10 @@ UPDATES = {
 }
 """Rows of the table of fidelity; the closed forms are one where blocks end in a matrix."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-STEPS = {
-    "`exact`": "recompute and apply, exact",
-    "`exact`, `compile=True`": "recompute and apply, exact, compiled",
-    '`exact`, `mode="two_pass"`': "recompute and apply, exact, two passes",
-    "`stable`": "recompute and apply, shared cache",
-    "`stable`, `compile=True`": "recompute and apply, compiled",
-    "PEFT: a LoRA adapter of rank 1, swapped": "PEFT, factors swapped",
-    "the changed weights built as matrices": "W + ΔW built, with a cache",
-}
-"""Rows of the table of speed, and the benchmark's names for them."""
-PLAIN_STEP = "plain step"
+OURS = ["exact", "exact, compiled", "stable", "stable, compiled"]
+"""Decode steps, as the benchmark names them."""
+OWN_STEP = "the model's own step"
+OTHERS = ["PEFT: a LoRA adapter of rank 1, swapped", "the changed weights built as matrices"]
 ENDS = {
     "scale": "`m ⊙ Norm(W h)`",
     "weight": "`W h`",
@@ -43,8 +36,6 @@ ENDS = {
     "experts": "`Σ s_j W_j h_j`",
 }
 """The last operation of a block by its writer, as the table of families names it."""
-STABLE = ("recompute and apply, shared cache", "recompute and apply, two streams")
-"""The two layouts of a stable step; a case's first is the one that it takes by itself."""
 TIMED_MODEL = "SmolLM2-135M-Instruct"
 EPYC = "amd-epyc-avx512_bf16"
 H100 = "nvidia-h100-80gb-hbm3"
@@ -97,31 +88,22 @@ def fidelity() -> str:
     return _table(columns, rows)
 
 
-def chat() -> str:
-    """The chats of ``make demo MODEL=FOLDER`` on SmolLM2-135M-Instruct."""
-    names = ("context", "question", "with_context", "without", "patched")
-    rows = [
-        [" ".join(answer[name].split()) for name in names]
-        for answer in _read("docs/data/demo.json")["answers"]
-        if answer["kind"] == "chat"
-    ]
-    columns = ["system message", "question", "with it", "without it", "patched, without it"]
-    return _table(columns, rows)
-
-
 def speed() -> str:
     """Decode steps of a pretrained model, the model's own step being 1."""
     found = [
-        {name: value / seconds[PLAIN_STEP] for name, value in seconds.items()}
-        for batch in (1, 4)
-        for seconds in [_seconds("generation")[f"{TIMED_MODEL} float32 B={batch} context=256"]]
+        _seconds("generation")[f"{TIMED_MODEL} float32 B={batch} context=256"] for batch in (1, 4)
     ]
     rows = [
-        [name, *(f"{ratios[call]:.2f}×" if call in ratios else "–" for ratios in found)]
-        for name, call in STEPS.items()
+        [_marked(name), *(f"{seconds[name] / seconds[OWN_STEP]:.2f}×" for seconds in found)]
+        for name in [*OURS, "exact, two passes", OWN_STEP, *OTHERS]
     ]
-    rows.insert(5, ["the model's own step, without a patch", "1×", "1×"])
     return _table(["a decode step", "batch 1", "batch 4"], rows)
+
+
+def _marked(call: str) -> str:
+    """A call as code, and how it runs in words."""
+    words = r"^(exact|stable|model\.generate|generate|ask|forward|compute)\b"
+    return re.sub(words, r"`\1`", call)
 
 
 def _seconds(
@@ -139,21 +121,17 @@ def steps(processor: str) -> str:
     """Decode steps of a pretrained model by dtype, context and batch, the model's own being 1; in
     bold those that are slower than it.
     """
-    ours = [name for name in STEPS if "two_pass" not in name][:4]
     rows = {}
     for case, seconds in _seconds("generation", processor).items():
         _, dtype, batch, context = case.split()
-        # the layout that the dtype takes by itself comes first
-        stable = next((call for call in seconds if call in STABLE), "")
-        calls = [stable if STEPS[name] in STABLE else STEPS[name] for name in ours]
-        own_step = seconds[PLAIN_STEP]
-        ratios = [round(seconds[x] / own_step, 2) if x in seconds else None for x in calls]
+        own_step = seconds[OWN_STEP]
+        ratios = [round(seconds[x] / own_step, 2) if x in seconds else None for x in OURS]
         cells = ["–" if x is None else f"**{x:.2f}×**" if x > 1 else f"{x:.2f}×" for x in ratios]
         own = f"{1e3 * own_step:.0f} ms"
         sizes = int(context.partition("=")[2]), int(batch[2:])
         shown = [DTYPES[dtype], *(f"{size:,}" for size in sizes), own, *cells]
         rows[dtype != "float32", *sizes] = shown
-    columns = ["dtype", "context", "batch", "the model's own step", *ours]
+    columns = ["dtype", "context", "batch", OWN_STEP, *map(_marked, OURS)]
     return _table(columns, [row for _, row in sorted(rows.items())])
 
 
@@ -162,11 +140,10 @@ def gpu_steps() -> str:
     rows = []
     for case, seconds in _seconds("generation", H100, "").items():
         model, _, batch, _ = case.split()
-        own = seconds[f"{PLAIN_STEP}, compiled"]
-        ours = [seconds[STEPS[f"`{update}`, `compile=True`"]] for update in ("exact", "stable")]
-        ratios = [f"{x / own:.2f}×" for x in ours]
+        own = seconds[f"{OWN_STEP}, compiled"]
+        ratios = [f"{seconds[f'{update}, compiled'] / own:.2f}×" for update in ("exact", "stable")]
         rows.append([model, batch[2:], f"{1e3 * own:.1f} ms", *ratios])
-    return _table(["model", "batch", "the model's own step", "`exact`", "`stable`"], rows)
+    return _table(["model", "batch", OWN_STEP, "`exact`", "`stable`"], rows)
 
 
 def gpu_products() -> str:
@@ -191,9 +168,8 @@ def timed(benchmark: str) -> str:
         _, _, *name = case.split(" ", 2)
         own = next(iter(found.values()))
         for call, seconds in found.items():
-            marked = re.sub(r"^(model\.generate|generate|ask|forward|compute)\b", r"`\1`", call)
             cell = f"{seconds:.2f} s ({seconds / own:.2f}×)"
-            table.setdefault((*name, marked), []).append(cell)
+            table.setdefault((*name, _marked(call)), []).append(cell)
     columns = ["case", "call"][-len(next(iter(table))) :]
     return _table([*columns, *DTYPES.values()], [[*key, *cells] for key, cells in table.items()])
 
@@ -260,7 +236,7 @@ def split_steps() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
-    "README.md": {"chat": chat, "fidelity": fidelity},
+    "README.md": {"fidelity": fidelity},
     "docs/models.md": {"families": families},
     "docs/scale.md": {
         "extraction": extraction,

@@ -6,31 +6,31 @@ every row one token after a context of random tokens; the same step is timed aga
 without the choice of the token.
 All ways run in turns, on the same weights and tokens. In the order of the tables:
 
-- `recompute and apply` is ours. `exact` is bit-identical to the model on batch-invariant functions
-  and takes one pass over a cache that both streams share, eager or compiled; `exact, two passes` is
-  bit-identical to the model as it is. `shared cache` and `two streams` are the stable update in
-  these modes (two passes and two streams only up to 8 rows; in older tables two streams have a
-  cache of twice the rows). `compiled` has a static cache and is compiled, and on a GPU a CUDA
-  graph.
-- `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
-  through `torch.compile` over a static cache, and on a GPU a CUDA graph.
-- `patch applied`, in older tables, is the model's own step with a given patch applied in every
-  layer, over the same caches, in the same two forms.
-- `replay of a given patch` runs the current token alone with its own patch, through
+- `the model's own step` is 1×: eager, as `model.generate` takes it. `compiled` is the same through
+  `torch.compile` over a static cache, and on a GPU a CUDA graph.
+- `exact` and `stable` make and apply a new patch. `exact` is bit-identical to the model on
+  batch-invariant functions, and `exact, two passes` to the model as it is. `stable` runs in the
+  mode that it takes by itself: over a cache that both streams share, or as `stable, two streams`
+  (two passes and two streams only up to 8 rows; in older tables two streams have a cache of twice
+  the rows). `compiled` has a static cache and is compiled, and on a GPU a CUDA graph.
+- `a given patch applied`, in older tables, is the model's own step with a given patch applied in
+  every layer, over the same caches, in the same two forms.
+- `a given patch replayed` runs the current token alone with its own patch, through
   `patcher.forward`, without a cache.
-- `W + ΔW built` is Algorithm 1 with materialised matrices, row by row. `PEFT, factors swapped` is a
-  LoRA of rank 1 on the same matrices, one adapter a row. Both take a context step, change the
-  weights, and take a reduced step; computing the update is not timed. They change the weights row
-  by row, and are left out beyond 8 rows.
+- `the changed weights built as matrices` is Algorithm 1, row by row. `PEFT` is a LoRA of rank 1 on
+  the same matrices, one adapter a row. Both take a context step, change the weights, and take a
+  reduced step; computing the update is not timed. They change the weights row by row, and are left
+  out beyond 8 rows.
 
-A mixture of experts has our own forms and the plain step only: a patch changes the experts that a
-token chose and no others, and PEFT has no adapter for experts. The plain step runs the experts as
-transformers does by default.
+A mixture of experts has our own forms and the model's own step only: a patch changes the experts
+that a token chose and no others, and PEFT has no adapter for experts. The model's own step runs the
+experts as transformers does by default.
 
-The error is the largest difference of the logits from the plain step's, relative to the largest
-logit. It must be smaller than the patch's own effect; a step that fails has no time. Older tables
-have `of ceiling` too, the time to read every weight once at the best bandwidth measured beside,
-divided by the step's time, and the operators and the memory of our step.
+The middle half and the error are those of `stable`, in older tables of `exact` where there is no
+`stable`. The error is the largest difference of the logits from the model's own, relative to the
+largest logit. It must be smaller than the patch's own effect; a step that fails has no time. Older
+tables have `of ceiling` too, the time to read every weight once at the best bandwidth measured
+beside, divided by the step's time, and the operators and the memory of our step.
 """
 
 import functools
@@ -70,19 +70,16 @@ from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.invariance.arithmetic import reason_against
 
-OURS = "recompute and apply, shared cache"
-EXACT = "recompute and apply, exact"
-EXACT_COMPILED = "recompute and apply, exact, compiled"
-EXACT_TWO_PASSES = "recompute and apply, exact, two passes"
-OURS_COMPILED = "recompute and apply, compiled"
-PLAIN = "plain step"
-COMPILED = "plain step, compiled"
-PEFT = "PEFT, factors swapped"
-_NAMES = {
-    DecodeMode.SHARED_CACHE: OURS,
-    DecodeMode.TWO_STREAM: "recompute and apply, two streams",
-}
-NAIVE = "W + ΔW built, with a cache"
+OWN = "the model's own step"
+OWN_COMPILED = "the model's own step, compiled"
+EXACT = "exact"
+EXACT_COMPILED = "exact, compiled"
+EXACT_TWO_PASSES = "exact, two passes"
+STABLE = "stable"
+STABLE_COMPILED = "stable, compiled"
+TWO_STREAMS = "stable, two streams"
+NAIVE = "the changed weights built as matrices"
+PEFT = "PEFT: a LoRA adapter of rank 1, swapped"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
 LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
 _MOST_ROWS = 8  # of ways that change the weights row by row, and of the slow forms of ours
@@ -156,12 +153,13 @@ def comparison(
     rounded, limit = LIMITS[dtype]
     expected = plain().double()
     _check_effect(expected, bare_step(models.plain, patch), rounded if dense else limit)
-    builders = _ours(models, ids, mode, mixture) | {
-        PLAIN: lambda: plain,
-        COMPILED: lambda: compiled_step(models.plain, ids),
+    builders: dict[str, Callable[[], Step]] = {
+        OWN: lambda: plain,
+        OWN_COMPILED: lambda: compiled_step(models.plain, ids),
+        **_ours(models, ids, mode, mixture),
     }
     if dense:
-        builders["replay of a given patch"] = lambda: (
+        builders["a given patch replayed"] = lambda: (
             lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
         )
         if batch <= _MOST_ROWS:
@@ -169,7 +167,8 @@ def comparison(
             if has_peft():
                 builders[PEFT] = lambda: lora_step(twin(models.plain), patch, plain)
     return Comparison(
-        ours=_NAMES[mode],
+        ours=STABLE,
+        base=OWN,
         calls={name: _lazily(build) for name, build in builders.items()},
         check=lambda name, logits: relative_error(
             logits, expected, rounded if name in (NAIVE, PEFT) else limit
@@ -197,19 +196,21 @@ def _lazily(build: Callable[[], Step]) -> Call:
 def _ours(
     models: Models, ids: Tensor, mode: DecodeMode, mixture: bool
 ) -> dict[str, Callable[[], Step]]:
-    """The forms of our step by name, in ``mode`` first; those of several caches for few rows."""
+    """The forms of our step by name, the stable ones in ``mode``; the slow ones for few rows."""
     stable, exact, cuda = models.stable, models.exact, ids.is_cuda
-    forms: dict[str, tuple[Any, ...]] = {_NAMES[mode]: (stable, mode)}
+    forms: dict[str, tuple[Any, ...]] = {}
     compilers, one_cache = ("inductor", *["cuda_graph"] * cuda), DecodeMode.SHARED_CACHE
     if reason_against(exact.model) is None:
         forms[EXACT] = exact, one_cache
         # no CUDA graph can hold a mixture's exact products, which read their rows on the host
         if not (cuda and mixture):
             forms[EXACT_COMPILED] = exact, one_cache, compilers
+    forms[STABLE] = stable, mode
+    forms[STABLE_COMPILED] = stable, mode, compilers
     if len(ids) <= _MOST_ROWS:
-        forms[_NAMES[DecodeMode.TWO_STREAM]] = stable, DecodeMode.TWO_STREAM
         forms[EXACT_TWO_PASSES] = exact, DecodeMode.TWO_PASS
-    forms[OURS_COMPILED] = stable, mode, compilers
+        if mode is not DecodeMode.TWO_STREAM:
+            forms[TWO_STREAMS] = stable, DecodeMode.TWO_STREAM
     return {name: functools.partial(_step, ids, *form) for name, form in forms.items()}
 
 

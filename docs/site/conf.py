@@ -1,19 +1,23 @@
 """Sphinx settings of the documentation site; ``make docs`` builds it.
 
 The pages are the README, CONTRIBUTING, the changelog and the Markdown of docs/, as they lie in the
-repository. This file adds what Markdown does not have: the navigation.
+repository. This file adds what Markdown does not have: the navigation, and links from the papers'
+tables into the reference.
 """
 
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
-from docutils import nodes
-from sphinx import addnodes
 from sphinx.application import Sphinx
 
 import icl_patch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from reference import places  # noqa: E402 -- lies in tools/
 
 NAVIGATION = {
     "Start": ["docs/installing"],
@@ -36,7 +40,7 @@ NAVIGATION = {
         "Static patches, measured <docs/static-results>",
     ],
     "Reference": [
-        "docs/site/api",
+        "docs/reference/README",
         "docs/design",
         "docs/blocks",
         "docs/patch-file",
@@ -55,7 +59,8 @@ PICTURE = re.compile(
 )
 SHOWN = "".join(
     f"````{{container}} picture only-{scheme}\n"
-    f"```{{image}} \\g<{scheme}>\n:alt: \\g<alt>\n```\n````\n"
+    f"```{{image}} \\g<{scheme}>\n:alt: \\g<alt>\n```\n"
+    f"```{{image}} \\g<{scheme}>\n:alt:\n:class: second-half\n```\n````\n"
     for scheme in ("light", "dark")
 )
 
@@ -64,22 +69,14 @@ author = "The icl-patch authors"
 version = release = icl_patch.__version__
 html_title = f"icl-patch {version}"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser"]
 root_doc = "README"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "bench/results/**"]
 exclude_patterns = ["build", "dist", ".venv", ".git", "**/__pycache__"]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
 suppress_warnings = ["myst.header"]  # the changelog's sections begin at ###
-
-default_role = "code"
-autodoc_default_options = {"members": True, "member-order": "bysource"}
-autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
-python_use_unqualified_type_names = True
-napoleon_use_ivar = True
-maximum_signature_line_length = 120
 
 html_theme = "furo"
 pygments_style = "friendly"
@@ -106,45 +103,43 @@ def toctree(caption: str, patterns: list[str]) -> str:
     return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries(patterns)}\n```\n"
 
 
+def with_references(text: str) -> str:
+    """The statements of the papers, with the names below ``icl_patch`` as links."""
+
+    def link(name: re.Match[str]) -> str:
+        place = places().get(f"icl_patch.{name[1]}")
+        return f"[{name[0]}](../reference/{place})" if place else name[0]
+
+    return re.sub(r"(?<!\[)`([\w.]+)`", link, text)
+
+
 def with_navigation(_: Sphinx, name: str, source: list[str]) -> None:
     """Adds the navigation, and shows pictures for light and dark in the site's own way."""
     source[0] = PICTURE.sub(SHOWN, source[0])
     if name == root_doc:
         source[0] += "".join(toctree(*part) for part in NAVIGATION.items())
+    elif name == "docs/reference/README":
+        source[0] += toctree("Reference", re.findall(r"^ *- \[.*?\]\((\w+)\.md\)", source[0], re.M))
     elif name == "docs/performance":
         source[0] += toctree("Results", ["bench/results/*"])
+    elif name == STATEMENTS:
+        source[0] = with_references(source[0])
     elif name.startswith("bench/results/"):  # several have one title
         benchmark, _, device = name.rpartition("/")[2].partition("-")
         source[0] = f"# {benchmark}, {device}\n{source[0].partition(chr(10))[2]}"
 
 
-def with_references(app: Sphinx, tree: nodes.document) -> None:
-    """Links the functions in the papers' tables to the reference. A name that is not there is a
-    warning, which fails the build.
-    """
-    if app.env.docname != STATEMENTS:
-        return
-    for table in tree.findall(nodes.table):
-        heads = [
-            entry.astext() for entry in next(iter(table.findall(nodes.thead))).findall(nodes.entry)
-        ]
-        for row in next(iter(table.findall(nodes.tbody))).findall(nodes.row):
-            cells = dict(zip(heads, row.children, strict=True))
-            for name in (
-                list(cells["function"].findall(nodes.literal)) if "function" in cells else ()
-            ):
-                if "::" not in name.astext():
-                    name.replace_self(reference(app, name))
+def with_breaks(_app: Sphinx, _page: str, _template: str, context: dict[str, Any], _: Any) -> None:
+    """Long names in code may break behind their dots, slashes and underscores."""
 
+    def broken(name: re.Match[str]) -> str:
+        return re.sub(r"(::|[./]|(?<=\w\w)_)(?=\w\w)", r"\1<wbr>", name[0])
 
-def reference(app: Sphinx, name: nodes.literal) -> addnodes.pending_xref:
-    """A name below ``icl_patch`` as a reference to its entry."""
-    target = f"icl_patch.{name.astext()}"
-    place = {"refdoc": app.env.docname, "refdomain": "py", "reftype": "obj", "refwarn": True}
-    return addnodes.pending_xref("", name.deepcopy(), reftarget=target, refexplicit=True, **place)
+    if "body" in context:
+        context["body"] = re.sub(r'(?<=<span class="pre">)[^<]+', broken, context["body"])
 
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", with_navigation)
-    app.connect("doctree-read", with_references)
+    app.connect("html-page-context", with_breaks)

@@ -6,6 +6,7 @@ from.
 import base64
 import hashlib
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -273,20 +274,19 @@ def _shades(groups: list[Group]) -> dict[str, Any]:
 
 
 def _heat(sizes: Sizes) -> dict[str, Any]:
-    """The cells' levels of colour, on a logarithmic scale, and the scale's ends."""
-    positive = [size for row in sizes.of_block for size in row if 0 < size < math.inf]
-    low, high = (min(positive), max(positive)) if positive else (1.0, 1.0)
-    spread = math.log(high / low) or 1.0
+    """The cells' levels of colour, equally many cells of each, and the ends of the scale."""
+    # by rank: a few small or large cells would leave one shade for all others
+    ranked = sorted(size for row in sizes.of_block for size in row if 0 < size < math.inf)
 
     def level(size: float) -> int:
         if not 0 < size < math.inf:
             return 0
-        return 1 + round((LEVELS - 1) * math.log(size / low) / spread)
+        return 1 + LEVELS * bisect_left(ranked, size) // len(ranked)
 
     return {
         "rows": [[level(size) for size in row] for row in sizes.of_block],
-        "low": low,
-        "high": high,
+        "low": ranked[0] if ranked else 1.0,
+        "high": ranked[-1] if ranked else 1.0,
     }
 
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import os
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,14 +23,16 @@ from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config, Qwen3M
 from icl_patch.bench import baselines
 from icl_patch.bench.cases import answer, generation, passes
 from icl_patch.bench.cases.generation import (
-    COMPILED,
     EXACT,
     EXACT_COMPILED,
+    EXACT_TWO_PASSES,
     NAIVE,
-    OURS,
-    OURS_COMPILED,
+    OWN,
+    OWN_COMPILED,
     PEFT,
-    PLAIN,
+    STABLE,
+    STABLE_COMPILED,
+    TWO_STREAMS,
 )
 from icl_patch.bench.cases.models import RandomModel, SavedModel
 from icl_patch.bench.harness import Case
@@ -52,8 +55,8 @@ class Mixed(RandomModel):
 
 GEMMA = Mixed("tiny gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 97, 8)
 MIXTURE = RandomModel("tiny mixture", Qwen3MoeConfig, 48, 24, 1, 4, 2, 12, 97, experts=6, chosen=2)
-OF_EXPERTS = {OURS, OURS_COMPILED, EXACT, EXACT_COMPILED, PLAIN, COMPILED}
-OF_EXPERTS |= {"recompute and apply, two streams", "recompute and apply, exact, two passes"}
+OF_EXPERTS = {OWN, OWN_COMPILED, EXACT, EXACT_COMPILED, EXACT_TWO_PASSES}
+OF_EXPERTS |= {STABLE, STABLE_COMPILED, TWO_STREAMS}
 
 
 @pytest.fixture(autouse=True)
@@ -90,12 +93,12 @@ def test_every_way_says_what_the_model_says(
     found = generation.comparison(shape, batch, context, torch.float32, device)
     expected = in_fp64(shape, ids_of(batch, context, shape), device)
     limit = noise_limit(generation.models_of(shape, torch.float32, device).plain)
-    assert found.ours == OURS == next(iter(found.calls))
-    if shape.experts:  # our forms and the plain step's
+    assert (found.ours, found.base) == (STABLE, OWN) and next(iter(found.calls)) == OWN
+    if shape.experts:  # our forms and the model's own step
         assert set(found.calls) == OF_EXPERTS
     else:
-        others = {NAIVE, "replay of a given patch"}
-        assert {PLAIN, COMPILED, OURS_COMPILED} | others <= set(found.calls)
+        others = {NAIVE, "a given patch replayed"}
+        assert {OWN, OWN_COMPILED, STABLE, STABLE_COMPILED} | others <= set(found.calls)
         assert (PEFT in found.calls) == generation.has_peft()
     for name, call in found.calls.items():
         if name == EXACT and os.environ.get("ICL_PATCH_OPS") == "torch":
@@ -123,13 +126,16 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
     build = functools.partial(generation.comparison, QWEN, 2, 7, torch.float32, CPU)
     list(results.measure([Case("tiny", build)], rounds=2))
     rows = {row["call"]: row for row in results.data["rows"]}
-    assert rows[COMPILED]["failed"] == "RuntimeError: no C++ compiler"
-    for name in (OURS_COMPILED, EXACT_COMPILED):
+    assert rows[OWN_COMPILED]["failed"] == "RuntimeError: no C++ compiler"
+    for name in (STABLE_COMPILED, EXACT_COMPILED):
         assert rows[name]["failed"].endswith("no C++ compiler")
     assert rows[NAIVE]["failed"].startswith("expected the fp64 result within")
-    failed = {COMPILED, OURS_COMPILED, EXACT_COMPILED, NAIVE}
+    failed = {OWN_COMPILED, STABLE_COMPILED, EXACT_COMPILED, NAIVE}
     assert {name for name, row in rows.items() if "seconds" in row} == set(rows) - failed
     assert "| FAILED: RuntimeError: no C++ compiler |" in page(results.data)
+    medians = {name: row["seconds"]["median"] for name, row in rows.items() if "seconds" in row}
+    assert all(rows[name]["ratio"] == x / medians[OWN] for name, x in medians.items())
+    assert re.search(r"^\| tiny \| [\d.]+ .?s \| FAILED", page(results.data), re.M)  # 1× unsaid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -145,9 +151,8 @@ def test_a_saved_model_takes_the_place_of_a_random_one(
     assert (len(chosen), len(every)) == (4, 18)
     saved = SavedModel(str(tmp_path / "own-model"))
     compared = generation.comparison(saved, 2, 9, dtype, CPU)
-    assert compared.ours in (OURS, "recompute and apply, two streams")
     assert (NAIVE in compared.calls) is (dtype == torch.float32)
-    for name in (compared.ours, EXACT, PLAIN):
+    for name in (STABLE, EXACT, OWN):
         compared.check(name, compared.calls[name]())
     assert main(["bench", "linear", "--model", str(tmp_path / "own-model")]) == 2
     assert "expected --model with none but generation, answer, passes" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,19 @@ def test_the_page_of_a_command(capsys: pytest.CaptureFixture, tmp_path: Path) ->
     assert found.count("rect") == blocks * kept + 1  # and the frame
     assert found.count("circle") == 5 and found.count("table") == 3
     assert found.count("tr") == (11 + 1) + (blocks + 1) + (5 + 1)
+
+
+def test_one_tiny_cell_leaves_the_others_their_shades(result: ContextReport) -> None:
+    """Equally many cells have each shade, and a larger one is never lighter."""
+    rows = [list(row) for row in result.sizes.of_block]
+    rows[0][0], rows[1][0] = 1e-30, 0.0
+    heat = page._heat(replace(result.sizes, of_block=rows))
+    cells = sorted(zip(chain(*rows), chain(*heat["rows"]), strict=True))
+    shades = [shade for _, shade in cells]
+    assert shades == sorted(shades) and shades[0] == 0
+    counts = [shades.count(shade) for shade in range(1, page.LEVELS + 1)]
+    assert sum(counts) == len(cells) - 1 and max(counts) - min(counts) <= 1
+    assert (heat["low"], heat["high"]) == (1e-30, cells[-1][0])
 
 
 def test_the_numbers_are_those_of_the_patch(result: ContextReport) -> None:
@@ -216,6 +230,8 @@ onload = () => {
   const root = page.documentElement, table = page.querySelector("table");
   const column = n => [...table.tBodies[0].rows].map(row => row.cells[n].textContent);
   const [head] = [...table.tHead.rows[0].cells].slice(3);
+  found.charts = [...page.querySelectorAll("figure .scroll")].map(
+    box => [box.scrollWidth > box.clientWidth, box.classList.contains("wider")]);
   found.overflow = root.scrollWidth - root.clientWidth;
   found.dark = page.defaultView.matchMedia("(prefers-color-scheme: dark)").matches;
   found.colours = ["color", "backgroundColor"].map(
@@ -252,6 +268,7 @@ def test_in_a_browser(dark: bool, tmp_path: Path) -> None:
     shown = subprocess.run([*command, url], capture_output=True, text=True, timeout=120)
     found = json.loads(re.search(r"<pre>(.*)</pre>", shown.stdout)[1])  # type: ignore[index]
     assert found["overflow"] == 0 and found["focused"] and not found["alerted"]
+    assert found["charts"] == [[True, True], [True, True]]  # they scroll, and say so
     assert found["dark"] is dark
     ink, paper = map(brightness, found["colours"])
     assert (ink > 0.8 and paper < 0.2) if dark else (ink < 0.2 and paper > 0.8)

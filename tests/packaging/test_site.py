@@ -13,6 +13,7 @@ from typing import Any
 
 import build_site
 import pytest
+import reference
 
 REPOSITORY = Path(__file__).parents[2]
 PAPERS = REPOSITORY / "docs" / "papers"
@@ -60,7 +61,7 @@ def test_the_papers_functions_and_tests_exist() -> None:
             if member:
                 assert member in definitions(REPOSITORY / "examples" / "papers" / file), name
             else:
-                assert callable(resolve(name)) or isinstance(resolve(name), property), name
+                assert f"icl_patch.{name}" in reference.places(), name
         for file, test in tested:
             assert test in definitions(REPOSITORY / "tests" / file), test
 
@@ -117,9 +118,28 @@ def test_every_public_name_has_a_docstring_whose_links_lead_somewhere() -> None:
             resolve(target)
 
 
-def test_the_site_has_every_public_module_and_every_op() -> None:
-    reference = (REPOSITORY / "docs" / "site" / "api.rst").read_text(encoding="utf-8")
-    assert set(re.findall(r"automodule:: (\S+)", reference)) == set(PUBLIC)
+def test_the_reference_has_every_public_name_in_its_place() -> None:
+    """As ``tools/reference.py`` writes it from the docstrings: names, signatures and links."""
+    pages = reference.pages()
+    folder = {path.name: path.read_text("utf-8") for path in reference.FOLDER.glob("*.md")}
+    assert pages.keys() == folder.keys()
+    assert [name for name in pages if pages[name] != folder[name]] == []
+    for name, value in public():
+        page, _, anchor = reference.places()[name].partition("#")
+        assert not anchor or f"\n## `{name.rpartition('.')[2]}`\n" in pages[page], name
+        for argument in inspect.signature(value).parameters if inspect.isfunction(value) else ():
+            assert argument == "self" or re.search(rf"\b{argument}\b", pages[page]), (
+                name,
+                argument,
+            )
+    classes = re.findall(r"^ *- \[`?(\w+)", pages["README.md"], re.M)
+    assert classes[0] == "ContextPatcher"
+    compute = pages["ContextPatcher.md"].partition("## `compute`")[2].partition("\n## ")[0]
+    assert "        kept_ids: Tensor | None = None,\n        *,\n" in compute
+    assert "\n- `context_mask`, `kept_mask`, `prefix_mask`: bool, True = token.\n" in compute
+
+
+def test_every_op_has_a_section_in_the_page_of_kernels() -> None:
     kernels = (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
     ops = importlib.import_module("icl_patch.ops")
     functions = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
