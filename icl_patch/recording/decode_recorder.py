@@ -23,9 +23,9 @@ from icl_patch.layers.patched_module import like_rows_of, rows_of
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Writer
 from icl_patch.models.trace import first_tensor
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
-from icl_patch.recording.block_recorder import BlockRecorder, same_place, written_gain
+from icl_patch.recording.block_recorder import BlockRecorder, same_place
 from icl_patch.recording.diagnostics import Note
 
 
@@ -87,8 +87,8 @@ class DecodeRecorder(BlockRecorder):
     def read_direction(self, z: Tensor) -> ops.Direction:
         """Of the rows without the context, (M, K)."""
         if not self.for_inductor:
-            return ops.read_direction(rows_of(z)[self.rows :])
-        v, inverse, coeff = ops.read_direction(rows_of(z), for_inductor=True)
+            return block_math.read_direction(rows_of(z)[self.rows :])
+        v, inverse, coeff = block_math.read_direction(rows_of(z), for_inductor=True)
         assert coeff is not None
         return ops.Direction(v[self.rows :], inverse[self.rows :], coeff[self.rows :])
 
@@ -113,17 +113,15 @@ class DecodeRecorder(BlockRecorder):
         readers of z that come after it are recorded with it, and kept until they are called.
         """
         assert self.row_direction is not None
-        direction, apart = self.row_direction, self.spec.separately_normed
-        if not ops.has_triton(z.device.type):  # looking for others would only take time
-            return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])
-        maps = {name: linear}
-        names = list(self.block.readers)
-        for other in names[names.index(name) + 1 :]:
+        maps, apart, names = {name: linear}, self.spec.separately_normed, list(self.block.readers)
+        # without Triton, looking for others would only take time
+        together = ops.has_triton(z.device.type)
+        for other in names[names.index(name) + 1 :] if together else ():
             layer = self.block.readers[other]
             further = layer.linear_map(z)
             if type(layer) is PatchedLinear and further and not {name, other} & {*apart}:
                 maps[other] = further
-        recorded = ops.record_linears(rows, list(maps.values()), direction=direction)
+        recorded = block_math.reader_pairs(rows, list(maps.values()), self.row_direction)
         self._recorded = {of: (z, *got) for of, got in zip(maps, recorded, strict=True)}
         return self._recorded.pop(name)
 
@@ -290,8 +288,8 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
         layers, *tensors = zip(*(recorder.waiting or () for recorder in alike), strict=True)
         h, y = map(torch.stack, tensors)
         target = torch.stack([recorder.writer_target() for recorder in alike])
-        v, inverse, _ = ops.read_direction(h, torch.float64)
-        parts = (y.double(), target.double(), v, inverse, written_gain(h, v))
+        u, (v, inverse, _) = block_math.weight_update(target, h, torch.float64)
+        parts = (y.double(), u, v, inverse, block_math.weight_gain(h, v))
         for recorder, layer, *factors in zip(alike, layers, *parts, strict=True):
             recorder.keep_written(layer, *factors)
 
@@ -304,14 +302,14 @@ def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
     return (*shapes, recorder.spec.residual_multiplier)
 
 
-def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[updates.Closed]:
-    """:func:`icl_patch.recording.updates.close` of blocks of one form."""
+def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[block_math.Closed]:
+    """:func:`icl_patch.recording.block_math.close` of blocks of one form."""
 
     def stacked(parts: Iterable[Tensor | None]) -> Tensor:
         return torch.stack([part for part in parts if part is not None])
 
     loops = [recorder.loop for recorder in alike if recorder.loop is not None]
-    closed = updates.close(
+    closed = block_math.close(
         target=stacked(recorder.context.output for recorder in alike),
         residual=stacked(recorder.residual for recorder in alike),
         base=stacked(loop.base for loop in loops),
@@ -319,4 +317,4 @@ def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[updates.Closed]:
         started_from=stacked(loop.factor for loop in loops),
         branch=alike[0].spec.residual_multiplier,
     )
-    return [updates.Closed(*part) for part in zip(*closed, strict=True)]
+    return [block_math.Closed(*part) for part in zip(*closed, strict=True)]

@@ -24,7 +24,7 @@ from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.generation.decode_step import DecodeResult, DecodeState, decode_one_token
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit
 
@@ -136,7 +136,7 @@ def test_where_one_pass_is_not_possible_the_reason_stands(
 def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the readers' part of the patch the check must fail, and by far."""
 
-    monkeypatch.setattr(updates, "reader_update", lambda y_ctx, y: torch.zeros_like(y))
+    monkeypatch.setattr(block_math, "reader_update", lambda y_ctx, y: torch.zeros_like(y))
     # attaching would notice
     monkeypatch.setattr("icl_patch.recording.self_check.SelfCheck.run", lambda *_: None)
     model = build("gemma3", 0, vocab_size=RANDOM_VOCABULARY)

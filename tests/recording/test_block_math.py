@@ -10,7 +10,7 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.ops.stable_update import floor_scale
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 
 SUMS = 48 * ULP  # of as many terms in fp64
 SOLVED = 32 * ULP  # what the solver leaves of its equation
@@ -40,7 +40,7 @@ def test_a_reader_gives_what_it_gave_with_the_context(bias: bool) -> None:
     """``(W + u vᵀ) z + b = W z_ctx + b`` with the matrix built."""
     z, z_ctx, weight = normal(0, 5, 48), normal(1, 5, 48), normal(2, 72, 48)
     b = normal(3, 72) if bias else torch.zeros(72).double()
-    u = updates.reader_update(F.linear(z_ctx, weight, b), F.linear(z, weight, b))
+    u = block_math.reader_update(F.linear(z_ctx, weight, b), F.linear(z, weight, b))
     v = ops.read_direction(z).v
     patched = weight + u.unsqueeze(2) * v.unsqueeze(1)  # (M, I, d)
     assert relative(torch.einsum("mik,mk->mi", patched, z) + b, z_ctx @ weight.T + b) <= SUMS
@@ -49,7 +49,7 @@ def test_a_reader_gives_what_it_gave_with_the_context(bias: bool) -> None:
 @every_dtype
 def test_reader_update_is_rounded_once(dtype: torch.dtype) -> None:
     y_ctx, y = normal(0, 5, 72, dtype=dtype), normal(1, 5, 72, dtype=dtype) * 2.0**-9
-    u = updates.reader_update(y_ctx, y)
+    u = block_math.reader_update(y_ctx, y)
     assert u.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(u, (y_ctx.double() - y.double()).to(u.dtype))
     if dtype in (torch.bfloat16, torch.float16):
@@ -70,12 +70,14 @@ def scale_writer_error(
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.5])
 def test_direct_scale(eps: float) -> None:
     delta, scale, h = normal(0, 7, 48), normal(1, 48), normal(2, 7, 48)
-    new_scale = updates.direct_scale(delta, ops.rms_normalize(h, eps), scale)
+    new_scale = block_math.direct_scale(delta, ops.rms_normalize(h, eps), scale)
     assert new_scale.shape == (7, 48)
     assert scale_writer_error(delta, scale, h, new_scale, h, eps) <= SUMS
     produced = new_scale * norm_of(h, eps) - scale * norm_of(h, eps)
     assert within_roundings(produced, delta, 96, delta.abs() + (scale * norm_of(h, eps)).abs())
-    assert scale_writer_error(delta, scale, h, updates.direct_scale(delta, h, scale), h, eps) > 1e-2
+    assert (
+        scale_writer_error(delta, scale, h, block_math.direct_scale(delta, h, scale), h, eps) > 1e-2
+    )
 
 
 def test_direct_scale_at_zero() -> None:
@@ -85,7 +87,9 @@ def test_direct_scale_at_zero() -> None:
     delta = torch.tensor([[0.0, 2.0, 0.0, -2.0]])
     normalized = torch.tensor([[0.0, 0.0, 3.0, 0.5]])
     scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert updates.direct_scale(delta, normalized, scale).tolist() == [[1.0, torch.inf, 3.0, 0.0]]
+    assert block_math.direct_scale(delta, normalized, scale).tolist() == [
+        [1.0, torch.inf, 3.0, 0.0]
+    ]
 
 
 def invert_as_the_paper_does(
@@ -152,9 +156,9 @@ def test_off_zero() -> None:
     h = normal(0, 3, 48, dtype=torch.bfloat16)
     u = normal(1, 3, 48, dtype=torch.float32)
     patched = (h.float() + u).bfloat16()
-    assert not updates.off_zero(patched, h).any()
+    assert not block_math.off_zero(patched, h).any()
     patched[0, 3], patched[2, 40] = 0.0, -0.0
-    step = updates.off_zero(patched, h).double()
+    step = block_math.off_zero(patched, h).double()
     rms = h.double().square().mean(-1).sqrt()
     assert step.nonzero().tolist() == [[0, 3], [2, 40]]
     expected = 2.0**-16 * rms[[0, 2]]  # of 48 squares in fp32
@@ -168,7 +172,7 @@ def test_off_zero_in_a_sum_that_cancels(dtype: torch.dtype) -> None:
     addend = patched.abs() + 1
     patched[0, 3], patched[2, 40] = 8.0, 0.0
     addend[0, 3], addend[2, 40] = -8.0, 0.0
-    step = updates.off_zero(patched, patched, addend)
+    step = block_math.off_zero(patched, patched, addend)
     assert step.nonzero().tolist() == [[0, 3], [2, 40]]
     assert ((patched + step).to(dtype) + addend).all()
     assert step.max() <= 2.0**-15 + 16 * torch.finfo(dtype).eps
@@ -183,22 +187,22 @@ def test_round_sum() -> None:
     rest = [1e-30, torch.nan, torch.inf, torch.inf]
     total = torch.tensor([edge, edge * (1 - 2.0**-52), -edge / 2, *rest], dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
-        rounded = updates.round_sum(total, residual, dtype)
+        rounded = block_math.round_sum(total, residual, dtype)
         assert rounded.dtype == dtype
         expected = torch.tensor([edge, 0, 0, *rest], dtype=torch.float64).to(dtype)
         torch.testing.assert_close(rounded, expected, rtol=0, atol=0, equal_nan=True)
     x = normal(0, 1000)
-    assert torch.equal(updates.round_sum(x, x, torch.bfloat16), x.bfloat16())
+    assert torch.equal(block_math.round_sum(x, x, torch.bfloat16), x.bfloat16())
 
 
 def check_closed(
-    closed: updates.Closed, target: Tensor, residual: Tensor, base: Tensor, gain: Tensor
+    closed: block_math.Closed, target: Tensor, residual: Tensor, base: Tensor, gain: Tensor
 ) -> None:
     """Every target is hit, as the block computes its output."""
     assert not closed.misses.any()
     assert closed.factor.dtype == torch.float64
     total = residual.double() + (base.double() + closed.factor * gain.double())
-    assert torch.equal(updates.round_sum(total, residual, target.dtype), target)
+    assert torch.equal(block_math.round_sum(total, residual, target.dtype), target)
 
 
 def writer(kind: str, seed: int, rows: int = 12, n: int = 64) -> tuple[Tensor, Tensor]:
@@ -219,7 +223,7 @@ def test_close_hits_the_target(dtype: torch.dtype, kind: str) -> None:
         base, gain = writer(kind, seed + 20)
         started = (target.double() - residual.double() - base.double()) / gain.double()
         started *= 1 + 1e-3 * normal(seed + 30, 12, 64)
-        closed = updates.close(target, residual, base, gain, started)
+        closed = block_math.close(target, residual, base, gain, started)
         check_closed(closed, target, residual, base, gain)
 
 
@@ -238,7 +242,7 @@ def test_close_hits_zeros_and_small_targets(dtype: torch.dtype, kind: str) -> No
     target[:, ::3] = 0
     target[0] = 0
     base, gain = writer(kind, 3)
-    closed = updates.close(target, residual, base, gain, torch.zeros(12, 64))
+    closed = block_math.close(target, residual, base, gain, torch.zeros(12, 64))
     check_closed(closed, target, residual, base, gain)
     if kind == "scale":  # the zeros are a case: fp64 does not cancel all of them to the last bit
         total = residual.double() + closed.factor * gain.double()
@@ -256,7 +260,7 @@ def test_misses_are_counted(dtype: torch.dtype) -> None:
     gain[4, 7] = 0
     gain[2, 9] = 0
     target[2, 9] = residual[2, 9]
-    closed = updates.close(target, residual, torch.zeros(5, 32), gain, started)
+    closed = block_math.close(target, residual, torch.zeros(5, 32), gain, started)
     assert closed.misses.tolist() == [0, 3, 0, 0, 1]
     assert torch.equal(closed.factor[gain == 0], started[gain == 0])
 
@@ -266,15 +270,17 @@ def test_close_behind_a_factor_of_the_branch(branch: float) -> None:
     """The output of a branch that is multiplied by 0 does not depend on the factor, which stays."""
     parts = [normal(seed, 5, 32, dtype=torch.float32) for seed in range(5)]
     target, residual, base, gain, started = parts
-    closed = updates.close(*parts, branch)
+    closed = block_math.close(*parts, branch)
     assert torch.equal(closed.output, residual if branch == 0 else target)
     assert torch.equal(closed.misses, (closed.output != target).sum(-1))
     total = residual.double() + branch * (base.double() + closed.factor * gain.double())
     assert torch.equal(total.float(), closed.output)
     assert torch.equal(closed.factor, started.double()) == (branch == 0)
-    correction = updates.correction(closed.factor, residual, base, gain, started, branch)
+    correction = block_math.correction(closed.factor, residual, base, gain, started, branch)
     assert (correction == 0).all() == (branch == 0)
-    multiplied = updates.correction(closed.factor, residual, branch * base, branch * gain, started)
+    multiplied = block_math.correction(
+        closed.factor, residual, branch * base, branch * gain, started
+    )
     torch.testing.assert_close(correction, multiplied)
 
 
@@ -282,7 +288,9 @@ def test_a_target_lost_in_the_residual_is_a_miss() -> None:
     """Below 2⁻⁴⁰ of the residual a sum is taken for 0; that may not pass as a hit."""
     residual = torch.ones(1, 4, dtype=torch.bfloat16)
     target = torch.tensor([[2.0**-39, 2.0**-45, 0.0, -(2.0**-60)]], dtype=torch.bfloat16)
-    closed = updates.close(target, residual, torch.zeros(1, 4), torch.ones(1, 4), torch.zeros(1, 4))
+    closed = block_math.close(
+        target, residual, torch.zeros(1, 4), torch.ones(1, 4), torch.zeros(1, 4)
+    )
     assert closed.misses.tolist() == [2]
 
 
@@ -295,17 +303,17 @@ def test_correction_is_the_size_of_the_change() -> None:
     started[3] = 0
     residual[0, 3] *= 4000  # an element whose size a norm of the row would not see past
     target[0, 3] = (residual[0, 3].double() + base[0, 3] + started[0, 3] * gain[0, 3]).bfloat16()
-    closed = updates.close(target, residual, base, gain, started)
+    closed = block_math.close(target, residual, base, gain, started)
     change = ((closed.factor - started) * gain).abs()
     size = residual.double().abs() + (base + closed.factor * gain).abs()
     size = size.maximum(size.sqrt().mean(-1, keepdim=True) ** 2)
     expected = (change / size).square().mean(-1).sqrt()
-    correction = updates.correction(closed.factor, residual, base, gain, started)
+    correction = block_math.correction(closed.factor, residual, base, gain, started)
     torch.testing.assert_close(correction, expected)
     assert correction[2] <= 4 * ULP
     assert correction[3] > 0.3  # all that the writer writes, beside the residual stream
     assert ((correction[[0, 1, 4, 5]] > 2e-4) & (correction[[0, 1, 4, 5]] < 5e-3)).all()
     parts = [residual[:1], base[:1], gain[:1], started[:1]]
-    zero = updates.close(torch.zeros(1, 32).bfloat16(), *parts)
-    assert updates.correction(zero.factor, *parts).isfinite().all()
+    zero = block_math.close(torch.zeros(1, 32).bfloat16(), *parts)
+    assert block_math.correction(zero.factor, *parts).isfinite().all()
     assert zero.misses.tolist() == [0]
