@@ -199,7 +199,7 @@ class _Merge:
     def set(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Change a parameter to this value, rounded to its dtype."""
         rounded = value.to(parameter.dtype)
-        if not rounded.isfinite().all():
+        if not torch.stack(rounded.aminmax()).isfinite().all():
             raise ControllabilityError(
                 f"{self.block.path}: a parameter {tuple(value.shape)} would have to be infinite in"
                 f" {parameter.dtype} to have the context's effect"

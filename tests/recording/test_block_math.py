@@ -56,6 +56,116 @@ def test_reader_update_is_rounded_once(dtype: torch.dtype) -> None:
         assert not torch.equal(u, (y_ctx - y).float())
 
 
+@every_dtype
+def test_readers_of_both_streams_in_one_product(dtype: torch.dtype) -> None:
+    z, maps = normal(0, 10, 63, dtype=dtype), [(normal(1, 37, 63), None), (normal(2, 5, 63), 3)]
+    maps = [(w.to(dtype), None if b is None else normal(b, 5).to(dtype)) for w, b in maps]
+    direction = block_math.read_direction(z[5:])
+    found = block_math.reader_pairs(z, maps, direction)
+    for (pair, u), (weight, bias) in zip(found, maps, strict=True):
+        y = z.double() @ weight.double().T + (0 if bias is None else bias.double())
+        size = z.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.abs())
+        assert u.dtype == torch.promote_types(dtype, torch.float32)
+        assert within_roundings(u, y[:5] - y[5:], 2 * 64, size[:5] + size[5:])
+        assert pair.dtype == dtype
+        assert relative(pair[:5], y[:5]) <= 64 * UNIT[dtype]
+        assert relative(pair[5:], y[:5]) <= 64 * UNIT[dtype]  # patched: as with the context
+
+
+@every_narrow
+def test_a_rank_one_change_is_added_in_one_rounding(dtype: torch.dtype) -> None:
+    y, z = normal(0, 3, 2, 37, dtype=dtype), normal(1, 3, 2, 63, dtype=dtype)
+    u, v = normal(2, 3, 2, 37, dtype=torch.float32), block_math.read_direction(z).v
+    added = block_math.add_rank_one(y, z, u, v, dtype)
+    expected = y.double() + (z.double() * v.double()).sum(-1, keepdim=True) * u.double()
+    # of the output's dtype, and of a sum of 63 products in fp32
+    bound = UNIT[dtype] * expected.abs() + 64 * UNIT[torch.float32] * (y.abs() + u.abs()).double()
+    assert added.dtype == dtype
+    assert ((added.double() - expected).abs() <= bound).all()
+    assert not ((y.double() - expected).abs() <= bound).all()
+
+
+def test_a_reader_of_a_scaled_input() -> None:
+    """An expert reads ``s z``, of which v gives s: its change is ``u s``."""
+    change, share = normal(0, 3, 5, 37), normal(1, 3, 5, 1)
+    share[1, 2] = change[1, 2] = 0
+    u = block_math.scaled_reader_update(change, share)
+    torch.testing.assert_close(u * share, change, rtol=4 * ULP, atol=0)
+    assert not u[1, 2].any()
+
+
+# Writers
+
+
+@every_dtype
+def test_what_a_writer_has_to_produce(dtype: torch.dtype) -> None:
+    """The sum of a block ``f w ⊙ hidden + m MLP`` with the context, from ``hidden`` without it."""
+    wide = torch.promote_types(dtype, torch.float32)
+    hidden_ctx, hidden, mlp = (normal(seed, 5, 63, dtype=dtype).to(wide) for seed in range(3))
+    weight, delta = normal(3, 63, dtype=dtype), block_math.context_change(hidden_ctx, hidden)
+    for factor, multiplier, scale in ((1.0, 1.0, None), (0.3, -2.0, weight), (7.0, 7.0, None)):
+        target = block_math.writer_target(delta, factor, multiplier, scale)
+        assert target.dtype == wide
+        w = 1.0 if scale is None else scale.double()
+        with_context = factor * w * hidden_ctx.double() + multiplier * mlp.double()
+        patched = factor * w * hidden.double() + multiplier * (mlp.double() + target.double())
+        assert relative(patched, with_context) <= 8 * UNIT[wide]
+        assert relative(patched - multiplier * target.double(), with_context) > 0.1
+
+
+@every_dtype
+def test_weight_and_bias_update(dtype: torch.dtype) -> None:
+    """``(W + u vᵀ) h = W h + delta`` and ``b + Δb``, with the matrix built."""
+    wide = torch.promote_types(dtype, torch.float32)
+    delta, h, weight = normal(0, 5, 37).to(wide), normal(1, 5, 63, dtype=dtype), normal(2, 37, 63)
+    h[3] = 0
+    for asked in (None, torch.float64):
+        u, (v, inverse, _) = block_math.weight_update(delta, h, asked)
+        unit = UNIT[v.dtype]
+        assert u.dtype == v.dtype == (asked or wide)
+        changed = weight + u.double().unsqueeze(2) * v.double().unsqueeze(1)
+        produced = torch.einsum("mnk,mk->mn", changed, h.double()) - h.double() @ weight.T
+        live = [0, 1, 2, 4]
+        assert relative(produced[live], delta[live]) <= 64 * max(unit, ULP)
+        assert inverse.ne(0).tolist() == [True, True, True, False, True]
+        assert not produced[3].any()
+        gain = block_math.weight_gain(h, v.double())
+        torch.testing.assert_close(gain[live], torch.ones(4, 1).double(), rtol=64 * unit, atol=0)
+    assert torch.equal(block_math.bias_update(delta), delta)
+    assert torch.equal(block_math.bias_update(delta, torch.float64), delta.double())
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["matrices", "biases"])
+def test_expert_update(bias: bool) -> None:
+    """``Σ_j s_j (W_j + u v_jᵀ) h_j`` or ``Σ_j s_j (b_j + Δb)`` is delta more than before."""
+    delta, weights, h = normal(0, 3, 2, 37), normal(1, 3, 2, 4), normal(2, 3, 2, 4, 63)
+    matrices = normal(3, 3, 2, 4, 37, 63)
+    h[1, 1, 2] = 0  # an expert whose matrix has no effect: the others do without it
+    weights[2, 0] = torch.tensor([0.5, -0.5, 0.25, -0.25])  # no change has an effect
+    u, v, total, share = block_math.expert_update(delta, weights, h, torch.float64, bias=bias)
+    if bias:
+        assert v is None
+        produced = (weights.unsqueeze(-1) * u.unsqueeze(-2)).sum(-2)
+    else:
+        changed = matrices + u.unsqueeze(-2).unsqueeze(-1) * v.unsqueeze(-2)
+        outputs = (torch.einsum("btjnk,btjk->btjn", x, h) for x in (changed, matrices))
+        now, before = ((weights.unsqueeze(-1) * x).sum(-2) for x in outputs)
+        produced = now - before
+        assert not v[1, 1, 2].any()
+    # a sum that nearly cancels is divided by
+    bound = 256 * ULP * (1 + (weights.abs().sum(-1, keepdim=True) * share).abs()) * 63
+    error = (produced - delta).abs()
+    there = torch.ones(3, 2, dtype=torch.bool)
+    there[2, 0] = False
+    assert (error <= bound)[there].all()
+    assert not produced[2, 0].any()
+    assert (total[2, 0], share[2, 0]) == (0, 0)
+    expected = weights.sum(-1, keepdim=True)
+    if not bias:
+        expected[1, 1] -= weights[1, 1, 2]
+    torch.testing.assert_close(total, expected, rtol=0, atol=8 * ULP)
+
+
 # Scale writers
 
 
@@ -139,6 +249,16 @@ def test_stable_scale_is_the_papers(eps: float) -> None:
         torch.testing.assert_close(change, delta / norm_of(h, eps), **close)
 
 
+def test_stable_scale_of_tokens_is_that_of_rows() -> None:
+    delta, h, scale = normal(0, 3, 2, 63), normal(1, 3, 2, 63), 1 + normal(2, 63)
+    u, new_scale, status = block_math.stable_scale(delta, scale, h, 1e-6)
+    rows = ops.stable_scale(delta.reshape(6, 63), scale, h.reshape(6, 63), 1e-6)
+    assert torch.equal(u, rows.u.reshape(3, 2, 63))
+    assert torch.equal(new_scale, rows.new_scale.reshape(3, 2, 63))
+    assert torch.equal(status, rows.status.reshape(3, 2))
+    assert scale_writer_error(delta, scale, h, new_scale, h + u, 1e-6) <= SOLVED
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_small_scales_lose_few_digits(share: float) -> None:
     """The norm reads ``addend + (inner + u)`` in fp32, of which only u can change."""
@@ -176,6 +296,18 @@ def test_off_zero_in_a_sum_that_cancels(dtype: torch.dtype) -> None:
     assert step.nonzero().tolist() == [[0, 3], [2, 40]]
     assert ((patched + step).to(dtype) + addend).all()
     assert step.max() <= 2.0**-15 + 16 * torch.finfo(dtype).eps
+
+
+@every_narrow
+def test_an_inner_scale_whose_norm_cancels_the_addend(dtype: torch.dtype) -> None:
+    """Moved, it makes the sum differ from 0, and is as near as the output's dtype allows."""
+    normalized, new_scale = normal(0, 3, 37, dtype=dtype), normal(1, 3, 37, dtype=torch.float32)
+    scaled, addend = (new_scale * normalized).to(dtype), normal(2, 3, 37, dtype=dtype)
+    addend[1, 4], addend[2, 0] = -scaled[1, 4], -scaled[2, 0]
+    moved = block_math.scale_off_zero(new_scale, scaled, addend)
+    assert (moved != new_scale).nonzero().tolist() == [[1, 4], [2, 0]]
+    assert ((moved * normalized).to(dtype) + addend).all()
+    assert ((moved / new_scale - 1).abs() <= 2.0**-12 + 4 * torch.finfo(dtype).eps).all()
 
 
 # Closing
