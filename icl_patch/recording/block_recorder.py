@@ -29,7 +29,7 @@ from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, 
 from icl_patch.recording.diagnostics import BlockDiagnostics
 
 
-class OpenLoop(NamedTuple):
+class PendingFactor(NamedTuple):
     """An exact writer's fp64 output ``base + factor · gain``, with a factor that is still to be
     chosen.
     """
@@ -66,7 +66,7 @@ class BlockRecorder:
             self.diagnostics = BlockDiagnostics.of(block.block.path, self.valid)
         self.context = context
         self.exact = update == "exact"
-        self.loop: OpenLoop | None = None  # of an exact writer
+        self.pending: PendingFactor | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
         self._read_input: Tensor | None = None  # z, whose directions these are
         self.direction: ops.Direction | None = None  # (B, T, K)
@@ -258,7 +258,7 @@ class BlockRecorder:
         change = block_math.bias_update(target, torch.float64 if self.exact else None)
         self.keep(layer, bias_change=change)
         if self.exact:
-            self.open_loop(y, torch.ones_like(target[..., :1]), layer, "bias_change")
+            self.postpone(y, torch.ones_like(target[..., :1]), layer, "bias_change")
 
     def _write_weight(self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor) -> None:
         """Keep u and v, (B, T, d) and (B, T, K)."""
@@ -277,11 +277,11 @@ class BlockRecorder:
         inverse: Tensor,
         gain: Tensor | None,
     ) -> None:
-        """Keep a weight writer's factors; ``gain`` is v·h where the loop is going to be closed."""
+        """Keep a weight writer's factors; ``gain`` is v·h where u is still to be chosen."""
         self.note("refuse", f"the input h of {self.spec.down} is 0", inverse, u)
         self.keep(layer, u=u, v=v)
         if gain is not None:
-            self.open_loop(y, gain, layer, "u")
+            self.postpone(y, gain, layer, "u")
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
@@ -336,7 +336,7 @@ class BlockRecorder:
             new_scale = self._direct_scale(layer, x_own)
         else:
             assert self._stable_scale is not None
-            # in fp32, as the norm computes; in fp64 where the loop is going to be closed
+            # in fp32, as the norm computes; in fp64 where the exact factor starts from it
             new_scale = self._stable_scale if self.exact else self._stable_scale.float()
         if self.valid is not None:
             new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
@@ -344,7 +344,7 @@ class BlockRecorder:
         if self.exact:
             gain = layer.normalize(x_own)
             zero = torch.zeros_like(gain)
-            self.open_loop(zero, gain, layer, "new_scale")
+            self.postpone(zero, gain, layer, "new_scale")
         return self._apply_new_scale(layer, x, new_scale)
 
     def _direct_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
@@ -396,18 +396,18 @@ class BlockRecorder:
 
     # -- the block's sum
 
-    def open_loop(self, base: Tensor, gain: Tensor, layer: PatchedModule, name: str) -> None:
+    def postpone(self, base: Tensor, gain: Tensor, layer: PatchedModule, name: str) -> None:
         """Keep an exact writer's output ``base + factor · gain`` until its factor ``name`` of
         ``layer`` is chosen.
         """
         factor = self._factors[layer, name]
-        self.loop = OpenLoop(base.double(), gain.double(), factor, layer, name)
+        self.pending = PendingFactor(base.double(), gain.double(), factor, layer, name)
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Choose an exact writer's factor so that the rounded sum is the context's output."""
-        target, loop, total = self.context.output, self.loop, total.as_subclass(Tensor)
+        target, pending, total = self.context.output, self.pending, total.as_subclass(Tensor)
         assert target is not None
-        if loop is None:
+        if pending is None:
             return None
         if total.dtype != torch.float64:
             writer = self.spec.writer.value
@@ -415,19 +415,20 @@ class BlockRecorder:
                 f"{self.block.block.path} rounds the output of its {writer} writer before its end"
             )
         multiplier, (_, total_own) = self.spec.residual_multiplier, self.split(total)
-        written = block_math.written(loop.base, loop.gain, loop.factor, multiplier)
+        base, gain, factor, *_ = pending
+        written = block_math.written(base, gain, factor, multiplier)
         residual = total_own - written
-        closed = block_math.close(target, residual, loop.base, loop.gain, loop.factor, multiplier)
-        self.close_loop(self.fill_padding(closed.factor, loop.factor), closed.misses, residual)
+        closed = block_math.close(target, residual, base, gain, factor, multiplier)
+        self.keep_closed(self.fill_padding(closed.factor, factor), closed.misses, residual)
         # Padding continues as in the replay: the rows that an expert gets decide how its products
         # round.
         unpatched = block_math.round_sum(total_own, written, closed.output.dtype)
         return self.fill_padding(closed.output, unpatched).reshape(total.shape)
 
-    def close_loop(self, factor: Tensor, misses: Tensor, residual: Tensor) -> None:
+    def keep_closed(self, factor: Tensor, misses: Tensor, residual: Tensor) -> None:
         """Keep the factor that was chosen for a residual, with the elements that it misses."""
-        assert self.loop is not None
-        base, gain, started_from, layer, name = self.loop
+        assert self.pending is not None
+        base, gain, started_from, layer, name = self.pending
         self.keep(layer, **{name: factor})
         branch = self.spec.residual_multiplier
         self.note("closing", misses, factor, residual, base, gain, started_from, branch)

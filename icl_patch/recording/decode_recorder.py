@@ -171,7 +171,7 @@ class InexactDecodeRecorder(DecodeRecorder):
 
 
 class ExactDecodeRecorder(DecodeRecorder):
-    """The recorder of an exact step: :func:`close_loops` chooses the factor after the pass.
+    """The recorder of an exact step: :func:`close_blocks` chooses the factor after the pass.
 
     Args:
         writer_first: whether a parallel block adds its writer's output to one of its other terms
@@ -259,7 +259,7 @@ class ExactDecodeRecorder(DecodeRecorder):
             self.residual = self.residual + self.spec.residual_multiplier * beside.double()
 
 
-def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
+def close_blocks(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
     """Choose the exact factor of every block, alike blocks at once.
 
     Returns:
@@ -272,7 +272,7 @@ def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
         closed = _closed(alike)
         for recorder, part in zip(alike, closed, strict=True):
             assert recorder.residual is not None
-            recorder.close_loop(part.factor, part.misses, recorder.residual)
+            recorder.keep_closed(part.factor, part.misses, recorder.residual)
             misses.append(part.misses.squeeze(1))
     return torch.stack(misses)
 
@@ -296,10 +296,10 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
     """Equal for blocks that can be closed in one call."""
-    loop = recorder.loop
-    assert loop is not None and recorder.residual is not None
-    shapes = (loop.base.shape, loop.gain.shape, recorder.residual.shape, recorder.residual.dtype)
-    return (*shapes, recorder.spec.residual_multiplier)
+    pending = recorder.pending
+    assert pending is not None and recorder.residual is not None
+    shapes = (pending.base.shape, pending.gain.shape, recorder.residual.shape)
+    return (*shapes, recorder.residual.dtype, recorder.spec.residual_multiplier)
 
 
 def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[block_math.Closed]:
@@ -308,13 +308,13 @@ def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[block_math.Closed]:
     def stacked(parts: Iterable[Tensor | None]) -> Tensor:
         return torch.stack([part for part in parts if part is not None])
 
-    loops = [recorder.loop for recorder in alike if recorder.loop is not None]
+    pending = [recorder.pending for recorder in alike if recorder.pending is not None]
     closed = block_math.close(
         target=stacked(recorder.context.output for recorder in alike),
         residual=stacked(recorder.residual for recorder in alike),
-        base=stacked(loop.base for loop in loops),
-        gain=stacked(loop.gain for loop in loops),
-        started_from=stacked(loop.factor for loop in loops),
+        base=stacked(part.base for part in pending),
+        gain=stacked(part.gain for part in pending),
+        started_from=stacked(part.factor for part in pending),
         branch=alike[0].spec.residual_multiplier,
     )
     return [block_math.Closed(*part) for part in zip(*closed, strict=True)]

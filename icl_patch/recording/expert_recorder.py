@@ -175,7 +175,7 @@ def _write(
     padded = recorder.zero_padding(u)
     recorder.keep(layer, write_u=padded, **({} if v is None else {"write_v": v}))
     if closes:
-        recorder.open_loop(out, gain, layer, "write_u")
+        recorder.postpone(out, gain, layer, "write_u")
     written = layer.add_written(out, gain, padded, h.dtype)
     if recorder.exact and not closes:
         addend = recorder.addend if recorder.spec.inner_norm is None else None
