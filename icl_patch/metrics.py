@@ -28,6 +28,21 @@ def linf(logits: Tensor, reference: Tensor) -> Tensor:
     return difference.amax(-1) / torch.where(size > 0, size, 1.0)
 
 
+def replay_errors(replayed: Tensor, expected: Tensor) -> Tensor:
+    """:func:`linf` of logits (..., V), two NaN being equal."""
+    replayed = torch.where(replayed.isnan() & expected.isnan(), 0, replayed)
+    return linf(replayed, expected.nan_to_num(nan=0.0))
+
+
+def replay_error(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
+    """The largest of :func:`replay_errors` of all valid tokens; 0 without any.
+
+    Args:
+        replayed, expected: logits (B, T, V). valid: (B, T) bool.
+    """
+    return max(replay_errors(replayed[valid], expected[valid]).tolist(), default=0.0)
+
+
 def total_variation(logits: Tensor, reference: Tensor) -> Tensor:
     """``½ ‖softmax(logits) - softmax(reference)‖₁``: (..., V) -> (...) fp64, from 0 to 1.
 

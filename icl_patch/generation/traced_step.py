@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.graph_partition import in_regions
 from icl_patch.generation.one_pass import DecodeStep, StepOutput
-from icl_patch.recording.hooks import errors_of
+from icl_patch.metrics import replay_errors
 
 
 class _NoHostReads(TorchFunctionMode):
@@ -97,7 +97,7 @@ class TracedStep:
                 raise RuntimeError(
                     "the compiled step has other bits than the replay of its patch would have"
                 )
-        if not fixed and (error := errors_of(tensors[0], eager).max()) > attached.replay_limit:
+        if not fixed and (error := replay_errors(tensors[0], eager).max()) > attached.replay_limit:
             raise RuntimeError(f"the compiled step is off by {error:.1g} of the largest logit")
         self._graph = graph
         return tensors

@@ -10,11 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.attachment import set_forward
 from icl_patch.layers.patched_module import PatchedModule, with_base
@@ -110,18 +108,3 @@ def paths_of(hooks: HookIds) -> str:
     paths = list(dict.fromkeys(path for path, _ in hooks))
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(path or "the model" for path in paths[:_SHOWN]) + more
-
-
-def errors_of(replayed: Tensor, expected: Tensor) -> Tensor:
-    """``max |replayed - expected| / max |expected|`` of logits (..., V), two NaN being equal."""
-    replayed = torch.where(replayed.isnan() & expected.isnan(), 0, replayed)
-    return metrics.linf(replayed, expected.nan_to_num(nan=0.0))
-
-
-def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
-    """The largest of :func:`errors_of` of all valid tokens.
-
-    Args:
-        replayed, expected: logits (B, T, V). valid: (B, T) bool.
-    """
-    return max(errors_of(replayed[valid], expected[valid]).tolist(), default=0.0)

@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.metrics import replay_errors
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.block_detection import blocks_of
@@ -26,7 +27,6 @@ from icl_patch.models.positions import first_position
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
-from icl_patch.recording.hooks import errors_of
 from icl_patch.recording.passes import (
     close_on,
     empty_slots,
@@ -256,7 +256,7 @@ class SelfCheck:
     def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
         """Why kept tokens alone are others than with the context hidden, None if they are not."""
         hidden = ~self._live.squeeze(1)
-        near = errors_of(alone[hidden], logits[hidden]) <= _limit(logits)
+        near = replay_errors(alone[hidden], logits[hidden]) <= _limit(logits)
         # in half precision rounding may choose other experts for some tokens, or change them more
         # in another way; a wrong mask changes all of them
         if near.all() or (_has_few_bits(self._model) and 2 * near.sum() >= near.numel()):
@@ -317,7 +317,7 @@ def _has_few_bits(model: PreTrainedModel) -> bool:
 
 def _near(logits: Tensor, expected: Tensor) -> bool:
     """Whether each token's logits are the same up to rounding."""
-    return bool((errors_of(logits, expected) <= _limit(expected)).all())
+    return bool((replay_errors(logits, expected) <= _limit(expected)).all())
 
 
 def _limit(logits: Tensor) -> float:

@@ -261,6 +261,13 @@ def test_metrics_on_known_numbers() -> None:
     assert metrics.linf(infinite, infinite).item() == 0
     # of the largest that is finite
     assert metrics.linf(torch.tensor([[1.0, 5.0, math.inf]]), infinite).item() == 1.5
+    nan = torch.tensor([[[math.nan, 1.0, 4.0], [0.0, 3.0, 4.0]]])  # a token of each
+    valid = torch.tensor([[True, False]])
+    expected = torch.tensor([[[math.nan, 2.0, 4.0], [0.0, 0.0, 4.0]]])
+    assert metrics.replay_errors(nan, expected).tolist() == [[0.25, 0.75]]
+    assert metrics.replay_error(nan, expected, valid) == 0.25
+    assert metrics.replay_error(nan, expected, ~valid) == 0.75
+    assert metrics.replay_error(nan, expected, valid & ~valid) == 0
     two = torch.tensor([[math.log(3.0), 0.0]])
     assert metrics.total_variation(two, torch.zeros(1, 2)).item() == pytest.approx(0.25)
     assert metrics.same_argmax(two, reference[:, :2] + torch.tensor([[1.0, 0.0]])).all()
