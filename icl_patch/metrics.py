@@ -28,6 +28,15 @@ def linf(logits: Tensor, reference: Tensor) -> Tensor:
     return difference.amax(-1) / torch.where(size > 0, size, 1.0)
 
 
+def replay_error(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
+    """The largest :func:`linf` of all valid tokens; 0 without any.
+
+    Args:
+        replayed, expected: logits (B, T, V). valid: (B, T) bool.
+    """
+    return max(linf(replayed[valid], expected[valid]).tolist(), default=0.0)
+
+
 def total_variation(logits: Tensor, reference: Tensor) -> Tensor:
     """``½ ‖softmax(logits) - softmax(reference)‖₁``: (..., V) -> (...) fp64, from 0 to 1.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from icl_patch import PatchedLinear
-from icl_patch.recording.updates import reader_update
+from icl_patch.recording.block_math import reader_update
 
 DIMENSION = 2
 WIDTH = DIMENSION + 1

@@ -36,7 +36,7 @@ from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.hooks import paths_of
-from icl_patch.recording.passes import Computation, close_on
+from icl_patch.recording.passes import Computation, run_closing_pass
 from icl_patch.recording.patch_assembly import (
     agree_on_violations,
     layers_of_all,
@@ -272,7 +272,7 @@ def _closed_again(state: DecodeState, output: StepOutput) -> Computation:
     patch = attached.empty_patch(state.sequences(), passes=2, arithmetic=BATCH_INVARIANT)
     patch = replace(patch, logits=output.logits.unsqueeze(1))
     assert output.activations is not None
-    return close_on(attached, output.activations, patch, attached.update, state.live)
+    return run_closing_pass(attached, output.activations, patch, attached.update, state.live)
 
 
 def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:

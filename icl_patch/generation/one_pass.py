@@ -35,7 +35,7 @@ from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.decode_recorder import (
     ExactDecodeRecorder,
     InexactDecodeRecorder,
-    close_loops,
+    close_blocks,
 )
 from icl_patch.recording.diagnostics import Note
 from icl_patch.recording.passes import recording
@@ -176,7 +176,7 @@ class DecodeStep:
         rotary = nullcontext() if self._for_inductor else fused_rotary(self.plan.rotary)
         with recording(recorders), active, self._overrides, self.plan.rounding(), rotary:
             logits = model(**model_inputs).logits[-self.batch :, -1]
-        misses = close_loops(recorders) if self.plan.exact else None
+        misses = close_blocks(recorders) if self.plan.exact else None
         factors = [recorder.factors for recorder in recorders]
         notes = [recorder.notes for recorder in recorders]
         flag, activations = maybe_infeasible(notes, logits), None

@@ -28,7 +28,7 @@ from icl_patch.models.tensor_parallel import check_styles, group_of, part_of, st
 from icl_patch.models.trace import first_tensor
 from icl_patch.ops import NormPair
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 from icl_patch.recording.residual_sum import ResidualSum, Unrounded
 from icl_patch.recording.sequences import Sequences
 
@@ -407,7 +407,7 @@ def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
         total = total.as_subclass(Tensor)
         if total.dtype == block.dtype or not written:
             return None
-        return updates.round_sum(total, written.pop().reshape(total.shape), block.dtype)
+        return block_math.round_sum(total, written.pop().reshape(total.shape), block.dtype)
 
     block.keep_unrounded(hooks)
     block.hook(hooks, block.writer.register_forward_hook, on_writer)

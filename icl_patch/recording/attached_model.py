@@ -21,6 +21,7 @@ from icl_patch.errors import ExactnessWarning, RankError, UnsupportedModelError
 from icl_patch.invariance.arithmetic import arithmetic_here
 from icl_patch.layers.attachment import as_pass
 from icl_patch.layers.device_hooks import input_device
+from icl_patch.metrics import replay_error
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
@@ -54,7 +55,7 @@ from icl_patch.patch.fingerprints import (
 from icl_patch.patch.serialization import PatchInfo, check_fit, check_update
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
-from icl_patch.recording.hooks import HookIds, Hooks, error_of, paths_of
+from icl_patch.recording.hooks import HookIds, Hooks, paths_of
 from icl_patch.recording.passes import (
     Computation,
     compute_closing,
@@ -458,7 +459,7 @@ class AttachedModel:
         if expected is None:
             with self.hooks.removed():
                 expected = self.replay_logits(patch)
-        if (error := error_of(logits, expected, patch.kept_mask)) > self.replay_limit:
+        if (error := replay_error(logits, expected, patch.kept_mask)) > self.replay_limit:
             others = f"got others on {paths_of(hooked)}" if hooked else "they have been removed"
             raise UnsupportedModelError(
                 f"expected the forward hooks that the patch was computed with, {others}: the replay"
@@ -485,7 +486,7 @@ class AttachedModel:
         report, expected = patch.report, patch.logits
         assert report is not None and expected is not None
         valid = patch.kept_mask if live is None else patch.kept_mask & live
-        error = error_of(self.replay_logits(patch), expected, valid)
+        error = replay_error(self.replay_logits(patch), expected, valid)
         closed = self.update == "exact" and not report.misses.any()
         if error > (0 if closed else self.replay_limit):
             raise UnsupportedModelError(
@@ -504,7 +505,7 @@ class AttachedModel:
         wrong = ~metrics.bit_identical(replayed, expected) & valid
         if not wrong.any():
             return
-        error = error_of(replayed, expected, wrong)
+        error = replay_error(replayed, expected, wrong)
         advice = "Take it as right up to rounding, or load the model in a dtype of a wider range"
         if error > rounding_limit(self.model.dtype):
             advice = "This is more than rounding: do not use it, and report the model"

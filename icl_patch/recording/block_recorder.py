@@ -24,12 +24,12 @@ from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models.block_spec import Writer
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
 
 
-class OpenLoop(NamedTuple):
+class PendingFactor(NamedTuple):
     """An exact writer's fp64 output ``base + factor · gain``, with a factor that is still to be
     chosen.
     """
@@ -66,7 +66,7 @@ class BlockRecorder:
             self.diagnostics = BlockDiagnostics.of(block.block.path, self.valid)
         self.context = context
         self.exact = update == "exact"
-        self.loop: OpenLoop | None = None  # of an exact writer
+        self.pending: PendingFactor | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
         self._read_input: Tensor | None = None  # z, whose directions these are
         self.direction: ops.Direction | None = None  # (B, T, K)
@@ -150,12 +150,10 @@ class BlockRecorder:
         if parts:
             self.context.hidden = reduce(torch.add, parts)
         assert self.context.hidden is not None
-        self.delta = self.zero_padding(self.context.hidden - hidden)
+        self.delta = self.zero_padding(block_math.context_change(self.context.hidden, hidden))
 
     def writer_target(self) -> Tensor:
-        """The change of the writer's output, (B, T, d): ``residual_factor · delta /
-        residual_multiplier``, times the residual weight if the block has one.
-        """
+        """The change of the writer's output, (B, T, d)."""
         if self.delta is None:
             raise UnsupportedModelError(
                 f"{self.block.block.path}: its MLP ends before its residual stream is known"
@@ -165,11 +163,9 @@ class BlockRecorder:
             self.note("refuse", "the factor of the block's branch is 0", zero, self.delta)
             return zero
         factor, multiplier = self.spec.residual_factor, self.spec.residual_multiplier
-        target = self.delta if factor == multiplier else self.delta * factor / multiplier
-        if self.spec.residual_weight is None:
-            return target
-        weight = weight_of(self.block.module, self.spec.residual_weight)
-        return target * weight.to(target.dtype)
+        name = self.spec.residual_weight
+        weight = None if name is None else weight_of(self.block.module, name)
+        return block_math.writer_target(self.delta, factor, multiplier, weight)
 
     # -- readers
 
@@ -191,8 +187,9 @@ class BlockRecorder:
         """A reader's patched output in ``dtype``, from its unpatched ``output``."""
         y_ctx, y = self.split(output)
         reference = self.context.readers[name] if y_ctx is None else y_ctx
-        u = self.zero_padding(updates.reader_update(reference, y))
-        patched = add_low_rank(y, self.split(z)[1], u, self.direction_of(z).v, dtype)
+        u = self.zero_padding(block_math.reader_update(reference, y))
+        v = self.direction_of(z).v
+        patched = block_math.add_rank_one(y, self.split(z)[1], u, v, dtype)
         self.keep_factors(name, layer, u)
         reference = reference.to(dtype)
         if y_ctx is not None and self.exact:
@@ -215,8 +212,8 @@ class BlockRecorder:
         return self.direction
 
     def read_direction(self, z: Tensor) -> ops.Direction:
-        """:func:`icl_patch.ops.read_direction` of the reduced rows of z, as rows (M, K)."""
-        return ops.read_direction(self.split(z)[1].reshape(-1, z.shape[-1]))
+        """The direction of the reduced rows of z, as rows (M, K)."""
+        return block_math.read_direction(self.split(z)[1].reshape(-1, z.shape[-1]))
 
     def set_direction(self, z: Tensor, flat: ops.Direction) -> None:
         """Keep the direction ``flat`` (M, K) of the input z that the readers share."""
@@ -240,7 +237,7 @@ class BlockRecorder:
                 self.context.written = y_ctx.to(dtype)
             reference = self.context.written if y_ctx is None else y_ctx
             assert reference is not None
-            target = target + self.zero_padding(updates.reader_update(reference, y))
+            target = target + self.zero_padding(block_math.reader_update(reference, y))
         write = self._write_bias if self.spec.writer is Writer.BIAS else self._write_weight
         _, h = self.split(h)
         write(layer, h, y, target)
@@ -257,18 +254,19 @@ class BlockRecorder:
         return add_to_writer(layer, y, h, u, v, dtype)
 
     def _write_bias(self, layer: PatchedLinear, _h: Tensor, y: Tensor, target: Tensor) -> None:
-        """Keep ``Δb = target``, (B, T, d)."""
-        self.keep(layer, bias_change=target.double() if self.exact else target)
+        """Keep Δb, (B, T, d)."""
+        change = block_math.bias_update(target, torch.float64 if self.exact else None)
+        self.keep(layer, bias_change=change)
         if self.exact:
-            self.open_loop(y, torch.ones_like(target[..., :1]), layer, "bias_change")
+            self.postpone(y, torch.ones_like(target[..., :1]), layer, "bias_change")
 
     def _write_weight(self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor) -> None:
-        """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
-        found = ops.read_direction(h, torch.float64 if self.exact else None)
-        v, inverse, _ = of_part(layer, h, found)
+        """Keep u and v, (B, T, d) and (B, T, K)."""
+        u, direction = block_math.weight_update(target, h, torch.float64 if self.exact else None)
+        v, inverse, _ = of_part(layer, h, direction)
         v = self.zero_padding(v)
-        gain = written_gain(h, v) if self.exact else None
-        self.keep_written(layer, y, target.to(v.dtype), v, inverse, gain)
+        gain = block_math.weight_gain(h, v) if self.exact else None
+        self.keep_written(layer, y, u, v, inverse, gain)
 
     def keep_written(
         self,
@@ -279,11 +277,11 @@ class BlockRecorder:
         inverse: Tensor,
         gain: Tensor | None,
     ) -> None:
-        """Keep a weight writer's factors; ``gain`` is v·h where the loop is going to be closed."""
+        """Keep a weight writer's factors; ``gain`` is v·h where u is still to be chosen."""
         self.refuse_zero(inverse, u)
         self.keep(layer, u=u, v=v)
         if gain is not None:
-            self.open_loop(y, gain, layer, "u")
+            self.postpone(y, gain, layer, "u")
 
     def refuse_zero(self, inverse: Tensor, change: Tensor) -> None:
         """Note tokens whose h is 0: no output matrix gives anything else than 0 for it."""
@@ -316,7 +314,7 @@ class BlockRecorder:
         u, v = self._factors[layer, "u"], self._factors[layer, "v"]
         patched = add_to_writer(layer, y, h, u, v, dtype)
         if self.exact:
-            u = self.zero_padding(u + updates.off_zero(patched, y, self.addend))
+            u = self.zero_padding(u + block_math.off_zero(patched, y, self.addend))
             self.keep(layer, u=u)
             patched = add_to_writer(layer, y, h, u, v, dtype)
         return patched
@@ -332,10 +330,10 @@ class BlockRecorder:
         return self._inverted(self.writer_target(), norm, hidden_down)
 
     def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-        """:func:`icl_patch.ops.stable_scale` on (B, T, d): u and m'. The worse status is noted."""
-        stable = ops.stable_scale(delta.flatten(0, -2), norm.scale, x.flatten(0, -2), norm.eps)
-        self.note("inversion", stable.status.reshape(self.shape))
-        return stable.u.reshape(x.shape), stable.new_scale.reshape(x.shape)
+        """The stable update u and m' (B, T, d) of a norm's input x. The worse status is noted."""
+        u, new_scale, status = block_math.stable_scale(delta, norm.scale, x, norm.eps)
+        self.note("inversion", status)
+        return u, new_scale
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """The scale writer's output ``m' ⊙ Norm(x)``, with the scale of the update."""
@@ -344,7 +342,7 @@ class BlockRecorder:
             new_scale = self._direct_scale(layer, x_own)
         else:
             assert self._stable_scale is not None
-            # in fp32, as the norm computes; in fp64 where the loop is going to be closed
+            # in fp32, as the norm computes; in fp64 where the exact factor starts from it
             new_scale = self._stable_scale if self.exact else self._stable_scale.float()
         if self.valid is not None:
             new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
@@ -352,15 +350,15 @@ class BlockRecorder:
         if self.exact:
             gain = layer.normalize(x_own)
             zero = torch.zeros_like(gain)
-            self.open_loop(zero, gain, layer, "new_scale")
+            self.postpone(zero, gain, layer, "new_scale")
         return self._apply_new_scale(layer, x, new_scale)
 
     def _direct_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
-        """``m' = m + delta ⊘ Norm(x)``, (B, T, d)."""
+        """m' (B, T, d) of the direct update."""
         target, normalized = self.writer_target(), layer.normalize(x)
         condition = f"the input of {self.spec.post_norm} is 0 where delta is not"
         self.note("refuse", condition, normalized, target)
-        return updates.direct_scale(target, normalized, layer.scale)
+        return block_math.direct_scale(target, normalized, layer.scale)
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m ⊙ Norm(x)`` for the rows with the context, ``m' ⊙ Norm(x)`` for the others."""
@@ -395,30 +393,27 @@ class BlockRecorder:
             return own
         assert self._inner_scale is not None and self.addend is not None
         new_scale = self._inner_scale.to(torch.promote_types(x.dtype, torch.float32))
-        patched = layer.apply_scale(self.split(x)[1], new_scale)
-        # Through an exact 0 of the sum no scale of the block's norm can reach: any small number
-        # will do instead.
-        cancelled = (self.addend + patched == 0) & self.exact
-        moved = new_scale * (1 + max(2.0**-12, 2 * torch.finfo(x.dtype).eps))
-        new_scale = torch.where(cancelled, moved, new_scale)
+        if self.exact:
+            patched = layer.apply_scale(self.split(x)[1], new_scale)
+            new_scale = block_math.scale_off_zero(new_scale, patched, self.addend)
         new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
         self.keep(layer, new_scale=new_scale)
         return BlockRecorder._apply_new_scale(self, layer, x, new_scale)
 
     # -- the block's sum
 
-    def open_loop(self, base: Tensor, gain: Tensor, layer: PatchedModule, name: str) -> None:
+    def postpone(self, base: Tensor, gain: Tensor, layer: PatchedModule, name: str) -> None:
         """Keep an exact writer's output ``base + factor · gain`` until its factor ``name`` of
         ``layer`` is chosen.
         """
         factor = self._factors[layer, name]
-        self.loop = OpenLoop(base.double(), gain.double(), factor, layer, name)
+        self.pending = PendingFactor(base.double(), gain.double(), factor, layer, name)
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Choose an exact writer's factor so that the rounded sum is the context's output."""
-        target, loop, total = self.context.output, self.loop, total.as_subclass(Tensor)
+        target, pending, total = self.context.output, self.pending, total.as_subclass(Tensor)
         assert target is not None
-        if loop is None:
+        if pending is None:
             return None
         if total.dtype != torch.float64:
             writer = self.spec.writer.value
@@ -426,29 +421,23 @@ class BlockRecorder:
                 f"{self.block.block.path} rounds the output of its {writer} writer before its end"
             )
         multiplier, (_, total_own) = self.spec.residual_multiplier, self.split(total)
-        written = multiplier * (loop.base + loop.factor * loop.gain)
+        base, gain, factor, *_ = pending
+        written = block_math.written(base, gain, factor, multiplier)
         residual = total_own - written
-        closed = updates.close(target, residual, loop.base, loop.gain, loop.factor, multiplier)
-        self.close_loop(self.fill_padding(closed.factor, loop.factor), closed.misses, residual)
+        closed = block_math.close(target, residual, base, gain, factor, multiplier)
+        self.keep_closed(self.fill_padding(closed.factor, factor), closed.misses, residual)
         # Padding continues as in the replay: the rows that an expert gets decide how its products
         # round.
-        unpatched = updates.round_sum(total_own, written, closed.output.dtype)
+        unpatched = block_math.round_sum(total_own, written, closed.output.dtype)
         return self.fill_padding(closed.output, unpatched).reshape(total.shape)
 
-    def close_loop(self, factor: Tensor, misses: Tensor, residual: Tensor) -> None:
+    def keep_closed(self, factor: Tensor, misses: Tensor, residual: Tensor) -> None:
         """Keep the factor that was chosen for a residual, with the elements that it misses."""
-        assert self.loop is not None
-        base, gain, started_from, layer, name = self.loop
+        assert self.pending is not None
+        base, gain, started_from, layer, name = self.pending
         self.keep(layer, **{name: factor})
         branch = self.spec.residual_multiplier
         self.note("closing", misses, factor, residual, base, gain, started_from, branch)
-
-
-def written_gain(h: Tensor, v: Tensor) -> Tensor:
-    """v·h (..., 1) of an exact weight writer, with the bits that a replay multiplies u by. It is 1
-    but for fp64's rounding, and the misses that are counted have to be those of the replay.
-    """
-    return (h.double() * v).sum(-1, keepdim=True)
 
 
 def same_place(x: Tensor, y: Tensor) -> bool:
@@ -472,13 +461,6 @@ def add_to_writer(
 ) -> Tensor:
     """``y + u (v·h)`` of a writer whose input each rank may have a part of; ``v = h / ‖h‖²``."""
     if layer.group is None:
-        return add_low_rank(y, h, u, v, out_dtype)
+        return block_math.add_rank_one(y, h, u, v, out_dtype)
     # v·h is 1, and its sum over the ranks would be one more message in every block
-    wide = torch.promote_types(torch.promote_types(u.dtype, y.dtype), torch.float32)
-    return (y.to(wide) + u).to(out_dtype)
-
-
-def add_low_rank(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """:func:`icl_patch.ops.add_low_rank` on (B, T, ·)."""
-    flat = [x.reshape(-1, x.shape[-1]) for x in (y, z, u, v)]
-    return ops.add_low_rank(*flat, out_dtype=out_dtype).reshape(y.shape)
+    return add_bias_change(y, u, out_dtype)

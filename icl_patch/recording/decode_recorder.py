@@ -23,9 +23,9 @@ from icl_patch.layers.patched_module import like_rows_of, rows_of
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Writer
 from icl_patch.models.trace import first_tensor
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
-from icl_patch.recording.block_recorder import BlockRecorder, same_place, written_gain
+from icl_patch.recording.block_recorder import BlockRecorder, same_place
 from icl_patch.recording.diagnostics import Note
 
 
@@ -87,8 +87,8 @@ class DecodeRecorder(BlockRecorder):
     def read_direction(self, z: Tensor) -> ops.Direction:
         """Of the rows without the context, (M, K)."""
         if not self.for_inductor:
-            return ops.read_direction(rows_of(z)[self.rows :])
-        v, inverse, coeff = ops.read_direction(rows_of(z), for_inductor=True)
+            return block_math.read_direction(rows_of(z)[self.rows :])
+        v, inverse, coeff = block_math.read_direction(rows_of(z), for_inductor=True)
         assert coeff is not None
         return ops.Direction(v[self.rows :], inverse[self.rows :], coeff[self.rows :])
 
@@ -113,17 +113,15 @@ class DecodeRecorder(BlockRecorder):
         readers of z that come after it are recorded with it, and kept until they are called.
         """
         assert self.row_direction is not None
-        direction, apart = self.row_direction, self.spec.separately_normed
-        if not ops.has_triton(z.device.type):  # looking for others would only take time
-            return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])
-        maps = {name: linear}
-        names = list(self.block.readers)
-        for other in names[names.index(name) + 1 :]:
+        maps, apart, names = {name: linear}, self.spec.separately_normed, list(self.block.readers)
+        # without Triton, looking for others would only take time
+        together = ops.has_triton(z.device.type)
+        for other in names[names.index(name) + 1 :] if together else ():
             layer = self.block.readers[other]
             further = layer.linear_map(z)
             if type(layer) is PatchedLinear and further and not {name, other} & {*apart}:
                 maps[other] = further
-        recorded = ops.record_linears(rows, list(maps.values()), direction=direction)
+        recorded = block_math.reader_pairs(rows, list(maps.values()), self.row_direction)
         self._recorded = {of: (z, *got) for of, got in zip(maps, recorded, strict=True)}
         return self._recorded.pop(name)
 
@@ -173,7 +171,7 @@ class InexactDecodeRecorder(DecodeRecorder):
 
 
 class ExactDecodeRecorder(DecodeRecorder):
-    """The recorder of an exact step: :func:`close_loops` chooses the factor after the pass.
+    """The recorder of an exact step: :func:`close_blocks` chooses the factor after the pass.
 
     Args:
         writer_first: whether a parallel block adds its writer's output to one of its other terms
@@ -261,7 +259,7 @@ class ExactDecodeRecorder(DecodeRecorder):
             self.residual = self.residual + self.spec.residual_multiplier * beside.double()
 
 
-def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
+def close_blocks(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
     """Choose the exact factor of every block, alike blocks at once.
 
     Returns:
@@ -274,7 +272,7 @@ def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
         closed = _closed(alike)
         for recorder, part in zip(alike, closed, strict=True):
             assert recorder.residual is not None
-            recorder.close_loop(part.factor, part.misses, recorder.residual)
+            recorder.keep_closed(part.factor, part.misses, recorder.residual)
             misses.append(part.misses.squeeze(1))
     return torch.stack(misses)
 
@@ -290,33 +288,33 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
         layers, *tensors = zip(*(recorder.waiting or () for recorder in alike), strict=True)
         h, y = map(torch.stack, tensors)
         target = torch.stack([recorder.writer_target() for recorder in alike])
-        v, inverse, _ = ops.read_direction(h, torch.float64)
-        parts = (y.double(), target.double(), v, inverse, written_gain(h, v))
+        u, (v, inverse, _) = block_math.weight_update(target, h, torch.float64)
+        parts = (y.double(), u, v, inverse, block_math.weight_gain(h, v))
         for recorder, layer, *factors in zip(alike, layers, *parts, strict=True):
             recorder.keep_written(layer, *factors)
 
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
     """Equal for blocks that can be closed in one call."""
-    loop = recorder.loop
-    assert loop is not None and recorder.residual is not None
-    shapes = (loop.base.shape, loop.gain.shape, recorder.residual.shape, recorder.residual.dtype)
-    return (*shapes, recorder.spec.residual_multiplier)
+    pending = recorder.pending
+    assert pending is not None and recorder.residual is not None
+    shapes = (pending.base.shape, pending.gain.shape, recorder.residual.shape)
+    return (*shapes, recorder.residual.dtype, recorder.spec.residual_multiplier)
 
 
-def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[updates.Closed]:
-    """:func:`icl_patch.recording.updates.close` of blocks of one form."""
+def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[block_math.Closed]:
+    """:func:`icl_patch.recording.block_math.close` of blocks of one form."""
 
     def stacked(parts: Iterable[Tensor | None]) -> Tensor:
         return torch.stack([part for part in parts if part is not None])
 
-    loops = [recorder.loop for recorder in alike if recorder.loop is not None]
-    closed = updates.close(
+    pending = [recorder.pending for recorder in alike if recorder.pending is not None]
+    closed = block_math.close(
         target=stacked(recorder.context.output for recorder in alike),
         residual=stacked(recorder.residual for recorder in alike),
-        base=stacked(loop.base for loop in loops),
-        gain=stacked(loop.gain for loop in loops),
-        started_from=stacked(loop.factor for loop in loops),
+        base=stacked(part.base for part in pending),
+        gain=stacked(part.gain for part in pending),
+        started_from=stacked(part.factor for part in pending),
         branch=alike[0].spec.residual_multiplier,
     )
-    return [updates.Closed(*part) for part in zip(*closed, strict=True)]
+    return [block_math.Closed(*part) for part in zip(*closed, strict=True)]

@@ -12,7 +12,7 @@ from torch.utils._pytree import register_dataclass
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.patch.context_patch import PatchReport, blank_report
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 
 # A call of a method of BlockDiagnostics that is still to be made: the name, and the arguments.
 Note = tuple[str, tuple[Any, ...]]
@@ -107,10 +107,10 @@ class BlockDiagnostics:
     def closing(self, misses: Tensor, *closed: Any) -> None:
         """Record the misses (B, T) and the correction of an exact update.
 
-        closed: the arguments of :func:`icl_patch.recording.updates.correction`.
+        closed: the arguments of :func:`icl_patch.recording.block_math.correction`.
         """
         self._largest("misses", misses)
-        self._largest("correction", updates.correction(*closed))
+        self._largest("correction", block_math.correction(*closed))
 
     def _largest(self, name: str, value: Tensor) -> None:
         before = getattr(self.report, name)

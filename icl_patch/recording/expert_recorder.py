@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.models.block_spec import Writer
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 from icl_patch.recording.block_recorder import BlockRecorder
 
 
@@ -91,7 +90,7 @@ def _read(
     """The active experts' first product (M, k, 2I) with its change, from the products of z and of
     z_ctx.
     """
-    u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
+    u = recorder.zero_padding(recorder.unflat(block_math.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
     recorder.note("refuse", f"the input z of {recorder.spec.experts} is 0", inverse, u, "input")
     recorder.keep(layer, read_u=u, read_v=v)
@@ -139,8 +138,9 @@ def record_scaled_experts(
         )
     v = recorder.direction.v.flatten(0, 1)
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
-    change = updates.reader_update(target, read)
-    u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))
+    change = block_math.reader_update(target, read)
+    u = block_math.scaled_reader_update(change, scale)
+    u = recorder.zero_padding(recorder.unflat(u))
     condition = f"the input of {recorder.spec.experts} is 0"
     recorder.note("refuse", condition, recorder.unflat(scale), recorder.unflat(change), "input")
     recorder.keep(layer, read_u=u, read_v=recorder.unflat(v))
@@ -165,29 +165,21 @@ def _write(
     """The sum over the experts with the target added: ``o + κ u``."""
     closes = recorder.exact and recorder.spec.writer is Writer.EXPERTS
     wide = torch.float64 if closes else torch.promote_types(h.dtype, torch.float32)
-    shares, v = recorder.unflat(weights.double()), None
-    if not recorder.spec.expert_bias:
-        v, inverse, _ = ops.read_direction(h, wide)
-        live = recorder.unflat(inverse != 0)
-        v, shares = recorder.unflat(v), torch.where(live, shares, 0)
-    total = shares.sum(-1, keepdim=True)
-    target = target.to(wide)
+    slots = (recorder.unflat(weights), recorder.unflat(h))
+    update = block_math.expert_update(target, *slots, wide, bias=recorder.spec.expert_bias)
+    u, v, total, share = update
     condition = f"the weights of the experts that {recorder.spec.experts} can use sum to 0"
-    recorder.note("refuse", condition, total, target)
-    share = torch.where(total == 0, 0, 1 / total).to(wide)
-    if v is None:
-        u = target * share
-    else:
-        u, v = target, recorder.zero_padding(v * share.unsqueeze(-1))
+    recorder.note("refuse", condition, total, target.to(wide))
+    v = None if v is None else recorder.zero_padding(v)
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
     padded = recorder.zero_padding(u)
     recorder.keep(layer, write_u=padded, **({} if v is None else {"write_v": v}))
     if closes:
-        recorder.open_loop(out, gain, layer, "write_u")
+        recorder.postpone(out, gain, layer, "write_u")
     written = layer.add_written(out, gain, padded, h.dtype)
     if recorder.exact and not closes:
         addend = recorder.addend if recorder.spec.inner_norm is None else None
-        moved = updates.off_zero(written, out, addend)
+        moved = block_math.off_zero(written, out, addend)
         padded = recorder.zero_padding(u + (moved if v is not None else moved * share))
         recorder.keep(layer, write_u=padded)
         written = layer.add_written(out, gain, padded, h.dtype)

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.attachment import set_forward
 from icl_patch.layers.patched_module import PatchedModule, with_base
@@ -109,12 +108,3 @@ def paths_of(hooks: HookIds) -> str:
     paths = list(dict.fromkeys(path for path, _ in hooks))
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(path or "the model" for path in paths[:_SHOWN]) + more
-
-
-def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
-    """The largest :func:`icl_patch.metrics.linf` of all valid tokens.
-
-    Args:
-        replayed, expected: logits (B, T, V). valid: (B, T) bool.
-    """
-    return max(metrics.linf(replayed[valid], expected[valid]).tolist(), default=0.0)

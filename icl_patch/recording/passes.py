@@ -185,10 +185,10 @@ def compute_closing(
     patch = attached.empty_patch(sequences, passes=2)
     patch = replace(patch, logits=torch.cat(logits, 1)[:, kept])
     of_kept = [block.part(kept) for block in _of_blocks(found, len(attached.blocks))]
-    return close_on(attached, of_kept, patch, attached.update, live)
+    return run_closing_pass(attached, of_kept, patch, attached.update, live)
 
 
-def close_on(
+def run_closing_pass(
     attached: HasBlocks,
     activations: list[BlockActivations],
     patch: ContextPatch,
@@ -228,7 +228,7 @@ def close_on(
 
 
 def replay_logits(attached: HasBlocks, patch: ContextPatch, prefix: Cache | None = None) -> Tensor:
-    """Replay a patch: logits (B, T, V). prefix: as in :func:`close_on`."""
+    """Replay a patch: logits (B, T, V). prefix: as in :func:`run_closing_pass`."""
     cache = prefix_cache(attached.model, patch) if prefix is None else prefix
     logits = []
     for part in calls_of(patch.kept_ids.shape[1], attached.recurrent):

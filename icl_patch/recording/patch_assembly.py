@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from icl_patch import ops
 from icl_patch.errors import ControllabilityError
 from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import PatchReport
 from icl_patch.recording.attached_block import AttachedBlock, Factors, HasBlocks, joined
+from icl_patch.recording.block_math import read_direction
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
 
 Violations = tuple[tuple[ControllabilityViolation, ...], ...]  # by block
@@ -84,7 +84,7 @@ def layers_of_all(
 
     def whole(name: str, parts: list[Tensor]) -> Tensor:
         x = torch.cat(parts, -1)
-        return ops.read_direction(x, x.dtype).v if name.endswith(".v") else x  # v was h so far
+        return read_direction(x, x.dtype).v if name.endswith(".v") else x  # v was h so far
 
     return tuple(
         {

@@ -31,11 +31,11 @@ from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
 from icl_patch.recording.passes import (
-    close_on,
     empty_slots,
     observe,
     prefix_cache,
     replay_logits,
+    run_closing_pass,
 )
 from icl_patch.recording.sequences import assemble
 from icl_patch.tolerances import rounding_limit
@@ -236,7 +236,9 @@ class SelfCheck:
         rows, dtype = self._live.squeeze(1), self._model.dtype
         of_kept = [block.part(slice(-self._kept, None)) for block in activations]
         try:
-            computation = close_on(attached, of_kept, patch, "exact", self._live, deepcopy(prefix))
+            computation = run_closing_pass(
+                attached, of_kept, patch, "exact", self._live, deepcopy(prefix)
+            )
         except ControllabilityError:
             return None  # weights of zero have no patch; the user's tokens raise this again
         patch, report = computation.patch, computation.patch.report

@@ -19,6 +19,7 @@ import torch
 
 from icl_patch.errors import ControllabilityError, NonFiniteError, PatchFormatError
 from icl_patch.layers.device_hooks import input_device
+from icl_patch.metrics import replay_error
 from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import padded
 from icl_patch.patch.atomic_file import write_atomically
@@ -27,7 +28,6 @@ from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import parameter_changes
 from icl_patch.patch.serialization import check_finite, widened
 from icl_patch.patcher import ContextPatcher
-from icl_patch.recording.hooks import error_of
 from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row
 from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Contents, Run, check_folder
 
@@ -190,7 +190,7 @@ class Extractor:
         logits = self.patcher.attached_model.replay_logits(replace(patch, layers=layers))
         assert patch.logits is not None
         rows = zip(logits.split(1), patch.logits.split(1), patch.kept_mask.split(1), strict=True)
-        return [error_of(*row) for row in rows]
+        return [replay_error(*row) for row in rows]
 
     def _index(
         self,

@@ -66,7 +66,7 @@ def test_verify_says_when_the_check_failed(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "icl_patch.recording.updates.direct_scale",
+        "icl_patch.recording.block_math.direct_scale",
         lambda delta, normalized, scale: scale.expand_as(delta),
     )
     status, out, _ = run(capsys, "verify", "--max-new-tokens", "3", "--update", "direct", "--json")

@@ -24,7 +24,7 @@ from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.generation.decode_step import DecodeResult, DecodeState, decode_one_token
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit
 
@@ -136,7 +136,7 @@ def test_where_one_pass_is_not_possible_the_reason_stands(
 def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the readers' part of the patch the check must fail, and by far."""
 
-    monkeypatch.setattr(updates, "reader_update", lambda y_ctx, y: torch.zeros_like(y))
+    monkeypatch.setattr(block_math, "reader_update", lambda y_ctx, y: torch.zeros_like(y))
     # attaching would notice
     monkeypatch.setattr("icl_patch.recording.self_check.SelfCheck.run", lambda *_: None)
     model = build("gemma3", 0, vocab_size=RANDOM_VOCABULARY)
@@ -261,6 +261,13 @@ def test_metrics_on_known_numbers() -> None:
     assert metrics.linf(infinite, infinite).item() == 0
     # of the largest that is finite
     assert metrics.linf(torch.tensor([[1.0, 5.0, math.inf]]), infinite).item() == 1.5
+    nan = torch.tensor([[[math.nan, 1.0, 4.0], [0.0, 3.0, 4.0]]])  # a token of each
+    valid = torch.tensor([[True, False]])
+    expected = torch.tensor([[[math.nan, 2.0, 4.0], [0.0, 0.0, 4.0]]])
+    assert metrics.replay_errors(nan, expected).tolist() == [[0.25, 0.75]]
+    assert metrics.replay_error(nan, expected, valid) == 0.25
+    assert metrics.replay_error(nan, expected, ~valid) == 0.75
+    assert metrics.replay_error(nan, expected, valid & ~valid) == 0
     two = torch.tensor([[math.log(3.0), 0.0]])
     assert metrics.total_variation(two, torch.zeros(1, 2)).item() == pytest.approx(0.25)
     assert metrics.same_argmax(two, reference[:, :2] + torch.tensor([[1.0, 0.0]])).all()

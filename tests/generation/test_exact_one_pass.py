@@ -91,11 +91,11 @@ def test_misses_are_counted_with_the_gain_of_the_replay(
     be counted as a hit.
     """
     found, replayed = list[Tensor](), list[Tensor]()
-    open_loop, add_low_rank = BlockRecorder.open_loop, linear.add_low_rank
+    postpone, add_low_rank = BlockRecorder.postpone, linear.add_low_rank
 
     def opened(self: BlockRecorder, base: Tensor, gain: Tensor, *of: Any) -> None:
         found.append(gain.flatten())
-        open_loop(self, base, gain, *of)
+        postpone(self, base, gain, *of)
 
     def added(y: Tensor, z: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tensor:
         replayed.append(low_rank_term(z, u.new_ones(len(z), 1), v).flatten())
@@ -103,7 +103,7 @@ def test_misses_are_counted_with_the_gain_of_the_replay(
 
     with ContextPatcher(build("llama"), "exact") as patcher:
         patcher.plans.choose(mode)  # which is tried now
-        monkeypatch.setattr(BlockRecorder, "open_loop", opened)
+        monkeypatch.setattr(BlockRecorder, "postpone", opened)
         patch = next(steps_of(patcher, 1, mode=mode)).patch
         monkeypatch.setattr(linear, "add_low_rank", added)
         patcher.forward(patch.kept_ids, patch)

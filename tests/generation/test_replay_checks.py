@@ -16,7 +16,7 @@ from icl_patch.errors import (
     UnsupportedModelError,
 )
 from icl_patch.generation import one_pass
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 
 IDS, KEPT = tokens(3, 2, 9), tokens(4, 2, 3)
 ONE_PASS, TWO_PASSES = {}, {"mode": "two_pass"}
@@ -24,15 +24,15 @@ ONE_PASS, TWO_PASSES = {}, {"mode": "two_pass"}
 
 def plant(monkeypatch: pytest.MonkeyPatch, layer_calls: slice = slice(None)) -> None:
     """From now on closing a block chooses factors that are off, and does not notice."""
-    close, calls = updates.close, []
+    close, calls = block_math.close, []
 
-    def off(*args: object, **kwargs: object) -> updates.Closed:
+    def off(*args: object, **kwargs: object) -> block_math.Closed:
         calls.append(None)
         closed = close(*args, **kwargs)
         wrong = len(calls) in range(*layer_calls.indices(len(calls) + 1))
         return closed._replace(factor=1.01 * closed.factor) if wrong else closed
 
-    monkeypatch.setattr(updates, "close", off)
+    monkeypatch.setattr(block_math, "close", off)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

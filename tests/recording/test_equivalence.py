@@ -32,7 +32,7 @@ def test_unpatched_readers_are_noticed(family: str, monkeypatch: pytest.MonkeyPa
     reference = Stock(model).logits(inputs)
     with ContextPatcher(model, "exact") as patcher:
         monkeypatch.setattr(
-            "icl_patch.recording.updates.reader_update",
+            "icl_patch.recording.block_math.reader_update",
             lambda y_ctx, y: torch.zeros_like(y, dtype=torch.float32),
         )
         patch = patcher.compute(**inputs)

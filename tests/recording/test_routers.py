@@ -55,7 +55,7 @@ def test_an_unpatched_router_chooses_other_experts(
     with ContextPatcher(model, "exact") as patcher:
         assert not patcher.compute(**arguments).report.experts_changed.any()
         monkeypatch.setattr(
-            "icl_patch.recording.updates.reader_update", lambda y_ctx, y: torch.zeros_like(y)
+            "icl_patch.recording.block_math.reader_update", lambda y_ctx, y: torch.zeros_like(y)
         )
         report = patcher.compute(**arguments).report
     assert (report.experts_changed > 0).sum() > 3

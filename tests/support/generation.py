@@ -13,7 +13,7 @@ from icl_patch import ContextPatcher
 from icl_patch.generation.decode_step import DecodeState, prefill
 from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.models.forward import cache_name
-from icl_patch.recording import decode_recorder, updates
+from icl_patch.recording import block_math, decode_recorder
 
 
 def prefilled(
@@ -68,7 +68,7 @@ def spoil_closing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """From now on one pass chooses a factor of this block that is off, and counts the miss."""
     own = decode_recorder._closed
 
-    def spoilt(alike: list) -> list[updates.Closed]:
+    def spoilt(alike: list) -> list[block_math.Closed]:
         closed = own(alike)
         closed[block].factor[0, 0, 5] += 1.0
         closed[block].misses[0, 0] += 1

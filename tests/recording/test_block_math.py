@@ -10,7 +10,7 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.ops.stable_update import floor_scale
-from icl_patch.recording import updates
+from icl_patch.recording import block_math
 
 SUMS = 48 * ULP  # of as many terms in fp64
 SOLVED = 32 * ULP  # what the solver leaves of its equation
@@ -40,7 +40,7 @@ def test_a_reader_gives_what_it_gave_with_the_context(bias: bool) -> None:
     """``(W + u vᵀ) z + b = W z_ctx + b`` with the matrix built."""
     z, z_ctx, weight = normal(0, 5, 48), normal(1, 5, 48), normal(2, 72, 48)
     b = normal(3, 72) if bias else torch.zeros(72).double()
-    u = updates.reader_update(F.linear(z_ctx, weight, b), F.linear(z, weight, b))
+    u = block_math.reader_update(F.linear(z_ctx, weight, b), F.linear(z, weight, b))
     v = ops.read_direction(z).v
     patched = weight + u.unsqueeze(2) * v.unsqueeze(1)  # (M, I, d)
     assert relative(torch.einsum("mik,mk->mi", patched, z) + b, z_ctx @ weight.T + b) <= SUMS
@@ -49,11 +49,121 @@ def test_a_reader_gives_what_it_gave_with_the_context(bias: bool) -> None:
 @every_dtype
 def test_reader_update_is_rounded_once(dtype: torch.dtype) -> None:
     y_ctx, y = normal(0, 5, 72, dtype=dtype), normal(1, 5, 72, dtype=dtype) * 2.0**-9
-    u = updates.reader_update(y_ctx, y)
+    u = block_math.reader_update(y_ctx, y)
     assert u.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(u, (y_ctx.double() - y.double()).to(u.dtype))
     if dtype in (torch.bfloat16, torch.float16):
         assert not torch.equal(u, (y_ctx - y).float())
+
+
+@every_dtype
+def test_readers_of_both_streams_in_one_product(dtype: torch.dtype) -> None:
+    z, maps = normal(0, 10, 63, dtype=dtype), [(normal(1, 37, 63), None), (normal(2, 5, 63), 3)]
+    maps = [(w.to(dtype), None if b is None else normal(b, 5).to(dtype)) for w, b in maps]
+    direction = block_math.read_direction(z[5:])
+    found = block_math.reader_pairs(z, maps, direction)
+    for (pair, u), (weight, bias) in zip(found, maps, strict=True):
+        y = z.double() @ weight.double().T + (0 if bias is None else bias.double())
+        size = z.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.abs())
+        assert u.dtype == torch.promote_types(dtype, torch.float32)
+        assert within_roundings(u, y[:5] - y[5:], 2 * 64, size[:5] + size[5:])
+        assert pair.dtype == dtype
+        assert relative(pair[:5], y[:5]) <= 64 * UNIT[dtype]
+        assert relative(pair[5:], y[:5]) <= 64 * UNIT[dtype]  # patched: as with the context
+
+
+@every_narrow
+def test_a_rank_one_change_is_added_in_one_rounding(dtype: torch.dtype) -> None:
+    y, z = normal(0, 3, 2, 37, dtype=dtype), normal(1, 3, 2, 63, dtype=dtype)
+    u, v = normal(2, 3, 2, 37, dtype=torch.float32), block_math.read_direction(z).v
+    added = block_math.add_rank_one(y, z, u, v, dtype)
+    expected = y.double() + (z.double() * v.double()).sum(-1, keepdim=True) * u.double()
+    # of the output's dtype, and of a sum of 63 products in fp32
+    bound = UNIT[dtype] * expected.abs() + 64 * UNIT[torch.float32] * (y.abs() + u.abs()).double()
+    assert added.dtype == dtype
+    assert ((added.double() - expected).abs() <= bound).all()
+    assert not ((y.double() - expected).abs() <= bound).all()
+
+
+def test_a_reader_of_a_scaled_input() -> None:
+    """An expert reads ``s z``, of which v gives s: its change is ``u s``."""
+    change, share = normal(0, 3, 5, 37), normal(1, 3, 5, 1)
+    share[1, 2] = change[1, 2] = 0
+    u = block_math.scaled_reader_update(change, share)
+    torch.testing.assert_close(u * share, change, rtol=4 * ULP, atol=0)
+    assert not u[1, 2].any()
+
+
+# Writers
+
+
+@every_dtype
+def test_what_a_writer_has_to_produce(dtype: torch.dtype) -> None:
+    """The sum of a block ``f w ⊙ hidden + m MLP`` with the context, from ``hidden`` without it."""
+    wide = torch.promote_types(dtype, torch.float32)
+    hidden_ctx, hidden, mlp = (normal(seed, 5, 63, dtype=dtype).to(wide) for seed in range(3))
+    weight, delta = normal(3, 63, dtype=dtype), block_math.context_change(hidden_ctx, hidden)
+    for factor, multiplier, scale in ((1.0, 1.0, None), (0.3, -2.0, weight), (7.0, 7.0, None)):
+        target = block_math.writer_target(delta, factor, multiplier, scale)
+        assert target.dtype == wide
+        w = 1.0 if scale is None else scale.double()
+        with_context = factor * w * hidden_ctx.double() + multiplier * mlp.double()
+        patched = factor * w * hidden.double() + multiplier * (mlp.double() + target.double())
+        assert relative(patched, with_context) <= 8 * UNIT[wide]
+        assert relative(patched - multiplier * target.double(), with_context) > 0.1
+
+
+@every_dtype
+def test_weight_and_bias_update(dtype: torch.dtype) -> None:
+    """``(W + u vᵀ) h = W h + delta`` and ``b + Δb``, with the matrix built."""
+    wide = torch.promote_types(dtype, torch.float32)
+    delta, h, weight = normal(0, 5, 37).to(wide), normal(1, 5, 63, dtype=dtype), normal(2, 37, 63)
+    h[3] = 0
+    for asked in (None, torch.float64):
+        u, (v, inverse, _) = block_math.weight_update(delta, h, asked)
+        unit = UNIT[v.dtype]
+        assert u.dtype == v.dtype == (asked or wide)
+        changed = weight + u.double().unsqueeze(2) * v.double().unsqueeze(1)
+        produced = torch.einsum("mnk,mk->mn", changed, h.double()) - h.double() @ weight.T
+        live = [0, 1, 2, 4]
+        assert relative(produced[live], delta[live]) <= 64 * max(unit, ULP)
+        assert inverse.ne(0).tolist() == [True, True, True, False, True]
+        assert not produced[3].any()
+        gain = block_math.weight_gain(h, v.double())
+        torch.testing.assert_close(gain[live], torch.ones(4, 1).double(), rtol=64 * unit, atol=0)
+    assert torch.equal(block_math.bias_update(delta), delta)
+    assert torch.equal(block_math.bias_update(delta, torch.float64), delta.double())
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["matrices", "biases"])
+def test_expert_update(bias: bool) -> None:
+    """``Σ_j s_j (W_j + u v_jᵀ) h_j`` or ``Σ_j s_j (b_j + Δb)`` is delta more than before."""
+    delta, weights, h = normal(0, 3, 2, 37), normal(1, 3, 2, 4), normal(2, 3, 2, 4, 63)
+    matrices = normal(3, 3, 2, 4, 37, 63)
+    h[1, 1, 2] = 0  # an expert whose matrix has no effect: the others do without it
+    weights[2, 0] = torch.tensor([0.5, -0.5, 0.25, -0.25])  # no change has an effect
+    u, v, total, share = block_math.expert_update(delta, weights, h, torch.float64, bias=bias)
+    if bias:
+        assert v is None
+        produced = (weights.unsqueeze(-1) * u.unsqueeze(-2)).sum(-2)
+    else:
+        changed = matrices + u.unsqueeze(-2).unsqueeze(-1) * v.unsqueeze(-2)
+        outputs = (torch.einsum("btjnk,btjk->btjn", x, h) for x in (changed, matrices))
+        now, before = ((weights.unsqueeze(-1) * x).sum(-2) for x in outputs)
+        produced = now - before
+        assert not v[1, 1, 2].any()
+    # a sum that nearly cancels is divided by
+    bound = 256 * ULP * (1 + (weights.abs().sum(-1, keepdim=True) * share).abs()) * 63
+    error = (produced - delta).abs()
+    there = torch.ones(3, 2, dtype=torch.bool)
+    there[2, 0] = False
+    assert (error <= bound)[there].all()
+    assert not produced[2, 0].any()
+    assert (total[2, 0], share[2, 0]) == (0, 0)
+    expected = weights.sum(-1, keepdim=True)
+    if not bias:
+        expected[1, 1] -= weights[1, 1, 2]
+    torch.testing.assert_close(total, expected, rtol=0, atol=8 * ULP)
 
 
 # Scale writers
@@ -70,12 +180,14 @@ def scale_writer_error(
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.5])
 def test_direct_scale(eps: float) -> None:
     delta, scale, h = normal(0, 7, 48), normal(1, 48), normal(2, 7, 48)
-    new_scale = updates.direct_scale(delta, ops.rms_normalize(h, eps), scale)
+    new_scale = block_math.direct_scale(delta, ops.rms_normalize(h, eps), scale)
     assert new_scale.shape == (7, 48)
     assert scale_writer_error(delta, scale, h, new_scale, h, eps) <= SUMS
     produced = new_scale * norm_of(h, eps) - scale * norm_of(h, eps)
     assert within_roundings(produced, delta, 96, delta.abs() + (scale * norm_of(h, eps)).abs())
-    assert scale_writer_error(delta, scale, h, updates.direct_scale(delta, h, scale), h, eps) > 1e-2
+    assert (
+        scale_writer_error(delta, scale, h, block_math.direct_scale(delta, h, scale), h, eps) > 1e-2
+    )
 
 
 def test_direct_scale_at_zero() -> None:
@@ -85,7 +197,9 @@ def test_direct_scale_at_zero() -> None:
     delta = torch.tensor([[0.0, 2.0, 0.0, -2.0]])
     normalized = torch.tensor([[0.0, 0.0, 3.0, 0.5]])
     scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert updates.direct_scale(delta, normalized, scale).tolist() == [[1.0, torch.inf, 3.0, 0.0]]
+    assert block_math.direct_scale(delta, normalized, scale).tolist() == [
+        [1.0, torch.inf, 3.0, 0.0]
+    ]
 
 
 def invert_as_the_paper_does(
@@ -135,6 +249,16 @@ def test_stable_scale_is_the_papers(eps: float) -> None:
         torch.testing.assert_close(change, delta / norm_of(h, eps), **close)
 
 
+def test_stable_scale_of_tokens_is_that_of_rows() -> None:
+    delta, h, scale = normal(0, 3, 2, 63), normal(1, 3, 2, 63), 1 + normal(2, 63)
+    u, new_scale, status = block_math.stable_scale(delta, scale, h, 1e-6)
+    rows = ops.stable_scale(delta.reshape(6, 63), scale, h.reshape(6, 63), 1e-6)
+    assert torch.equal(u, rows.u.reshape(3, 2, 63))
+    assert torch.equal(new_scale, rows.new_scale.reshape(3, 2, 63))
+    assert torch.equal(status, rows.status.reshape(3, 2))
+    assert scale_writer_error(delta, scale, h, new_scale, h + u, 1e-6) <= SOLVED
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_small_scales_lose_few_digits(share: float) -> None:
     """The norm reads ``addend + (inner + u)`` in fp32, of which only u can change."""
@@ -152,9 +276,9 @@ def test_off_zero() -> None:
     h = normal(0, 3, 48, dtype=torch.bfloat16)
     u = normal(1, 3, 48, dtype=torch.float32)
     patched = (h.float() + u).bfloat16()
-    assert not updates.off_zero(patched, h).any()
+    assert not block_math.off_zero(patched, h).any()
     patched[0, 3], patched[2, 40] = 0.0, -0.0
-    step = updates.off_zero(patched, h).double()
+    step = block_math.off_zero(patched, h).double()
     rms = h.double().square().mean(-1).sqrt()
     assert step.nonzero().tolist() == [[0, 3], [2, 40]]
     expected = 2.0**-16 * rms[[0, 2]]  # of 48 squares in fp32
@@ -168,10 +292,22 @@ def test_off_zero_in_a_sum_that_cancels(dtype: torch.dtype) -> None:
     addend = patched.abs() + 1
     patched[0, 3], patched[2, 40] = 8.0, 0.0
     addend[0, 3], addend[2, 40] = -8.0, 0.0
-    step = updates.off_zero(patched, patched, addend)
+    step = block_math.off_zero(patched, patched, addend)
     assert step.nonzero().tolist() == [[0, 3], [2, 40]]
     assert ((patched + step).to(dtype) + addend).all()
     assert step.max() <= 2.0**-15 + 16 * torch.finfo(dtype).eps
+
+
+@every_narrow
+def test_an_inner_scale_whose_norm_cancels_the_addend(dtype: torch.dtype) -> None:
+    """Moved, it makes the sum differ from 0, and is as near as the output's dtype allows."""
+    normalized, new_scale = normal(0, 3, 37, dtype=dtype), normal(1, 3, 37, dtype=torch.float32)
+    scaled, addend = (new_scale * normalized).to(dtype), normal(2, 3, 37, dtype=dtype)
+    addend[1, 4], addend[2, 0] = -scaled[1, 4], -scaled[2, 0]
+    moved = block_math.scale_off_zero(new_scale, scaled, addend)
+    assert (moved != new_scale).nonzero().tolist() == [[1, 4], [2, 0]]
+    assert ((moved * normalized).to(dtype) + addend).all()
+    assert ((moved / new_scale - 1).abs() <= 2.0**-12 + 4 * torch.finfo(dtype).eps).all()
 
 
 # Closing
@@ -183,22 +319,22 @@ def test_round_sum() -> None:
     rest = [1e-30, torch.nan, torch.inf, torch.inf]
     total = torch.tensor([edge, edge * (1 - 2.0**-52), -edge / 2, *rest], dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
-        rounded = updates.round_sum(total, residual, dtype)
+        rounded = block_math.round_sum(total, residual, dtype)
         assert rounded.dtype == dtype
         expected = torch.tensor([edge, 0, 0, *rest], dtype=torch.float64).to(dtype)
         torch.testing.assert_close(rounded, expected, rtol=0, atol=0, equal_nan=True)
     x = normal(0, 1000)
-    assert torch.equal(updates.round_sum(x, x, torch.bfloat16), x.bfloat16())
+    assert torch.equal(block_math.round_sum(x, x, torch.bfloat16), x.bfloat16())
 
 
 def check_closed(
-    closed: updates.Closed, target: Tensor, residual: Tensor, base: Tensor, gain: Tensor
+    closed: block_math.Closed, target: Tensor, residual: Tensor, base: Tensor, gain: Tensor
 ) -> None:
     """Every target is hit, as the block computes its output."""
     assert not closed.misses.any()
     assert closed.factor.dtype == torch.float64
     total = residual.double() + (base.double() + closed.factor * gain.double())
-    assert torch.equal(updates.round_sum(total, residual, target.dtype), target)
+    assert torch.equal(block_math.round_sum(total, residual, target.dtype), target)
 
 
 def writer(kind: str, seed: int, rows: int = 12, n: int = 64) -> tuple[Tensor, Tensor]:
@@ -219,7 +355,7 @@ def test_close_hits_the_target(dtype: torch.dtype, kind: str) -> None:
         base, gain = writer(kind, seed + 20)
         started = (target.double() - residual.double() - base.double()) / gain.double()
         started *= 1 + 1e-3 * normal(seed + 30, 12, 64)
-        closed = updates.close(target, residual, base, gain, started)
+        closed = block_math.close(target, residual, base, gain, started)
         check_closed(closed, target, residual, base, gain)
 
 
@@ -238,7 +374,7 @@ def test_close_hits_zeros_and_small_targets(dtype: torch.dtype, kind: str) -> No
     target[:, ::3] = 0
     target[0] = 0
     base, gain = writer(kind, 3)
-    closed = updates.close(target, residual, base, gain, torch.zeros(12, 64))
+    closed = block_math.close(target, residual, base, gain, torch.zeros(12, 64))
     check_closed(closed, target, residual, base, gain)
     if kind == "scale":  # the zeros are a case: fp64 does not cancel all of them to the last bit
         total = residual.double() + closed.factor * gain.double()
@@ -256,7 +392,7 @@ def test_misses_are_counted(dtype: torch.dtype) -> None:
     gain[4, 7] = 0
     gain[2, 9] = 0
     target[2, 9] = residual[2, 9]
-    closed = updates.close(target, residual, torch.zeros(5, 32), gain, started)
+    closed = block_math.close(target, residual, torch.zeros(5, 32), gain, started)
     assert closed.misses.tolist() == [0, 3, 0, 0, 1]
     assert torch.equal(closed.factor[gain == 0], started[gain == 0])
 
@@ -266,15 +402,17 @@ def test_close_behind_a_factor_of_the_branch(branch: float) -> None:
     """The output of a branch that is multiplied by 0 does not depend on the factor, which stays."""
     parts = [normal(seed, 5, 32, dtype=torch.float32) for seed in range(5)]
     target, residual, base, gain, started = parts
-    closed = updates.close(*parts, branch)
+    closed = block_math.close(*parts, branch)
     assert torch.equal(closed.output, residual if branch == 0 else target)
     assert torch.equal(closed.misses, (closed.output != target).sum(-1))
     total = residual.double() + branch * (base.double() + closed.factor * gain.double())
     assert torch.equal(total.float(), closed.output)
     assert torch.equal(closed.factor, started.double()) == (branch == 0)
-    correction = updates.correction(closed.factor, residual, base, gain, started, branch)
+    correction = block_math.correction(closed.factor, residual, base, gain, started, branch)
     assert (correction == 0).all() == (branch == 0)
-    multiplied = updates.correction(closed.factor, residual, branch * base, branch * gain, started)
+    multiplied = block_math.correction(
+        closed.factor, residual, branch * base, branch * gain, started
+    )
     torch.testing.assert_close(correction, multiplied)
 
 
@@ -282,7 +420,9 @@ def test_a_target_lost_in_the_residual_is_a_miss() -> None:
     """Below 2⁻⁴⁰ of the residual a sum is taken for 0; that may not pass as a hit."""
     residual = torch.ones(1, 4, dtype=torch.bfloat16)
     target = torch.tensor([[2.0**-39, 2.0**-45, 0.0, -(2.0**-60)]], dtype=torch.bfloat16)
-    closed = updates.close(target, residual, torch.zeros(1, 4), torch.ones(1, 4), torch.zeros(1, 4))
+    closed = block_math.close(
+        target, residual, torch.zeros(1, 4), torch.ones(1, 4), torch.zeros(1, 4)
+    )
     assert closed.misses.tolist() == [2]
 
 
@@ -295,17 +435,17 @@ def test_correction_is_the_size_of_the_change() -> None:
     started[3] = 0
     residual[0, 3] *= 4000  # an element whose size a norm of the row would not see past
     target[0, 3] = (residual[0, 3].double() + base[0, 3] + started[0, 3] * gain[0, 3]).bfloat16()
-    closed = updates.close(target, residual, base, gain, started)
+    closed = block_math.close(target, residual, base, gain, started)
     change = ((closed.factor - started) * gain).abs()
     size = residual.double().abs() + (base + closed.factor * gain).abs()
     size = size.maximum(size.sqrt().mean(-1, keepdim=True) ** 2)
     expected = (change / size).square().mean(-1).sqrt()
-    correction = updates.correction(closed.factor, residual, base, gain, started)
+    correction = block_math.correction(closed.factor, residual, base, gain, started)
     torch.testing.assert_close(correction, expected)
     assert correction[2] <= 4 * ULP
     assert correction[3] > 0.3  # all that the writer writes, beside the residual stream
     assert ((correction[[0, 1, 4, 5]] > 2e-4) & (correction[[0, 1, 4, 5]] < 5e-3)).all()
     parts = [residual[:1], base[:1], gain[:1], started[:1]]
-    zero = updates.close(torch.zeros(1, 32).bfloat16(), *parts)
-    assert updates.correction(zero.factor, *parts).isfinite().all()
+    zero = block_math.close(torch.zeros(1, 32).bfloat16(), *parts)
+    assert block_math.correction(zero.factor, *parts).isfinite().all()
     assert zero.misses.tolist() == [0]
