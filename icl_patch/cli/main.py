@@ -35,7 +35,12 @@ from icl_patch.cli import (
     report,
     verify,
 )
-from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
+from icl_patch.errors import (
+    ControllabilityError,
+    FingerprintMismatch,
+    PatchFormatError,
+    ReplayMismatch,
+)
 
 COMMANDS = "icl_patch.commands"
 
@@ -57,7 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(options.run(options))
         sys.stdout.flush()
         return status
-    except (FingerprintMismatch, PatchFormatError, ControllabilityError) as error:
+    except (
+        FingerprintMismatch,
+        PatchFormatError,
+        ReplayMismatch,
+        ControllabilityError,
+    ) as error:
         return _report(program, error, 1, options.json)
     # the reader of stdout has closed it; drop the rest of the buffer
     except BrokenPipeError:

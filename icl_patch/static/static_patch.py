@@ -125,8 +125,9 @@ class StaticPatch:
         """The sum of two patches of one model: ``ΔW + ΔW'``, of the sum of the ranks."""
         if self.info.fingerprint != other.info.fingerprint:
             raise FingerprintMismatch(
-                f"expected two patches of one model, got one of {self.info.model} and one of"
-                f" {other.info.model}"
+                f"expected two patches of one model, got one of {self.info.model} (weights"
+                f" {self.info.fingerprint!s:.12}…) and one of {other.info.model} (weights"
+                f" {other.info.fingerprint!s:.12}…)"
             )
         changes = dict(self.changes)
         for path, change in other.changes.items():
