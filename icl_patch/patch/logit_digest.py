@@ -94,11 +94,10 @@ class LogitDigest:
         there, now = self.largest.double(), logits.amax(-1).double()
         same = logits.gather(-1, self.argmax.clamp(min=0).unsqueeze(-1)).squeeze(-1).double()
         off = torch.maximum((same - there).abs(), now - there)
-        off = off.masked_fill((same == there) & (now == there) | now.isnan() & there.isnan(), 0.0)
+        equal = (same == there) & (now == there) | now.isnan() & there.isnan() | ~self.known
         scale = torch.where(self.size > 0, self.size, 1).double()
-        found = (off / scale, (now - same) / scale)
-        off, ahead = (x.nan_to_num(nan=torch.inf).masked_fill(~self.known, 0.0) for x in found)
-        return off, ahead
+        found = [(x / scale).nan_to_num(torch.inf, torch.inf) for x in (off, now - same)]
+        return found[0].masked_fill(equal, 0.0), found[1].masked_fill(equal, 0.0)
 
     def limit(self, dtype: torch.dtype) -> float:
         """The largest error that may be rounding, of the coarser of two arithmetics: that of the
