@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         FingerprintMismatch,
         PatchFormatError,
         RankError,
+        ReplayMismatch,
         UnsupportedModelError,
     )
     from icl_patch.evaluation import embedded
@@ -47,6 +48,7 @@ _HOMES = {
     "PatchedLinear": "icl_patch.layers.linear",
     "PatchedRMSNorm": "icl_patch.layers.rms_norm",
     "RankError": "icl_patch.errors",
+    "ReplayMismatch": "icl_patch.errors",
     "UnsupportedModelError": "icl_patch.errors",
     "batch_invariant": "icl_patch.invariance.batch_invariant",
     "controllability": "icl_patch.analysis.controllability",
@@ -67,6 +69,7 @@ __all__ = [
     "PatchedLinear",
     "PatchedRMSNorm",
     "RankError",
+    "ReplayMismatch",
     "UnsupportedModelError",
     "__version__",
     "batch_invariant",

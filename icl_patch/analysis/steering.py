@@ -86,8 +86,8 @@ def steered(
                 assert stream is not None
                 if stream.numel() != vector.numel():
                     raise ValueError(
-                        f"expected a residual stream {tuple(vector.shape)}, as the vectors have, got"
-                        f" {tuple(stream.shape)}"
+                        f"expected a residual stream {tuple(vector.shape)}, as the vectors have,"
+                        f" got {tuple(stream.shape)}"
                     )
                 # in place: the block adds this tensor to its MLP's output too
                 stream.add_(vector.to(stream).reshape(stream.shape))

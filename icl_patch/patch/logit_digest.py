@@ -41,7 +41,9 @@ class LogitDigest:
     factors: FactorState = ()
 
     @classmethod
-    def of(cls, logits: Tensor, known: Tensor, dtype: torch.dtype, identical: bool) -> "LogitDigest":
+    def of(
+        cls, logits: Tensor, known: Tensor, dtype: torch.dtype, identical: bool
+    ) -> "LogitDigest":
         """Of logits (B, T, V). known: (B, T) bool, the tokens that have them. dtype: of the
         arithmetic.
         """

@@ -205,7 +205,12 @@ def _read_digest(tensors: dict[str, Tensor], shape: torch.Size) -> LogitDigest |
         return None
     bits = tensors.get("logits.bits")
     argmax, largest, size = (tensors[f"logits.{name}"] for name in _DIGEST[:3])
-    found = {"argmax": argmax, "largest": largest, "size": size, "bits": argmax if bits is None else bits}
+    found = {
+        "argmax": argmax,
+        "largest": largest,
+        "size": size,
+        "bits": argmax if bits is None else bits,
+    }
     for name, x in found.items():
         floating = name in ("largest", "size")
         if x.shape != shape or (not x.is_floating_point() if floating else x.dtype != torch.int64):

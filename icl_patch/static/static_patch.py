@@ -254,7 +254,7 @@ class StaticPatch:
     # -- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the patch to a safetensors file of format 2 and kind "static"; the file appears
+        """Write the patch to a safetensors file of format 3 and kind "static"; the file appears
         whole or not at all.
 
         Raises:

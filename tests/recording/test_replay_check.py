@@ -135,7 +135,9 @@ def test_a_patch_that_gives_other_tokens(update: str, tmp_path: Path) -> None:
     for dtype, place in ((torch.float32, (0, 3)), (torch.bfloat16, (0, slice(3)))):
         with ContextPatcher(shallow("llama", 0, dtype), update) as patcher:
             patch = loaded(patcher.compute(IDS, KEPT), tmp_path, patcher)
-            message = rf"this {update} patch.*others, off by at least .*Compute the patch again here"
+            message = (
+                rf"this {update} patch.*others, off by at least .*Compute the patch again here"
+            )
             with pytest.raises(ReplayMismatch, match=message):
                 patcher.forward(KEPT, another(patch, -30, place))
             silent(patcher, patcher.compute(IDS, KEPT))
@@ -150,7 +152,9 @@ def test_some_tokens_beyond_rounding_are_said(
 ) -> None:
     with ContextPatcher(shallow("llama", 0, dtype), "stable") as patcher:
         patch = loaded(patcher.compute(IDS, KEPT), tmp_path, patcher)
-        message = r"other logits at some tokens .*2 of 10 tokens, the first being row 0, kept token 2"
+        message = (
+            r"other logits at some tokens .*2 of 10 tokens, the first being row 0, kept token 2"
+        )
         with pytest.warns(ExactnessWarning, match=message):
             patcher.forward(KEPT, another(patch, factor, (0, slice(2, 4))))
 
