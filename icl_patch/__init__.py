@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         PatchFormatError,
         RankError,
+        ReplayMismatch,
         UnsupportedModelError,
     )
     from icl_patch.evaluation import embedded
@@ -49,6 +50,7 @@ _HOMES = {
     "PatchedLinear": "icl_patch.layers.linear",
     "PatchedRMSNorm": "icl_patch.layers.rms_norm",
     "RankError": "icl_patch.errors",
+    "ReplayMismatch": "icl_patch.errors",
     "UnsupportedModelError": "icl_patch.errors",
     "batch_invariant": "icl_patch.invariance.batch_invariant",
     "controllability": "icl_patch.analysis.controllability",
@@ -70,6 +72,7 @@ __all__ = [
     "PatchedLinear",
     "PatchedRMSNorm",
     "RankError",
+    "ReplayMismatch",
     "UnsupportedModelError",
     "__version__",
     "batch_invariant",

@@ -36,8 +36,14 @@ class FingerprintMismatch(ValueError):
 
 
 class ExactnessWarning(UserWarning):
-    """An exact patch was replayed, and its logits differ from those of the run that it promises to
-    reproduce bit for bit.
+    """A patch was replayed, and its logits differ from those that it promises: of an exact patch by
+    some bits, of another one by more than rounding at some tokens.
+    """
+
+
+class ReplayMismatch(ValueError):
+    """A patch is replayed where numbers round otherwise than where it was made, as on another
+    processor, and has become another change: its logits differ by more than rounding explains.
     """
 
 

@@ -38,6 +38,24 @@ def _on_all_ranks(method: _Method) -> _Method:
     return cast(_Method, together)
 
 
+def _check_same(name: str, got: Tensor | None, expected: Tensor, where: Tensor) -> None:
+    """Raises ValueError unless a tensor (B, T) is the patch's; only places ``where`` count."""
+    if got is None:
+        return
+    of_patch = f"the {name} that the patch was computed for"
+    if got.shape != expected.shape:
+        raise ValueError(
+            f"expected {of_patch}, {tuple(expected.shape)}, got others, {tuple(got.shape)}"
+        )
+    if (other := (got.to(expected.device) != expected) & where).any():
+        place = other.nonzero()[0].tolist()
+        raise ValueError(
+            f"expected {of_patch}, got {int(other.sum())} of {int(where.sum())} that differ: the"
+            f" first, at row, token {place}, is {got[*place].item()} in place of"
+            f" {expected[*place].item()}"
+        )
+
+
 class ContextPatcher:
     """Turns contexts into changes of a model's weights.
 
@@ -283,6 +301,9 @@ class ContextPatcher:
             NonFiniteError: the model's dtype cannot hold the outputs of the block named.
             UnsupportedModelError: the effect of the model's forward hooks has changed since the
                 patch was computed.
+            ReplayMismatch: numbers round otherwise here than where the patch was made, as on
+                another processor, and it has become another change. If an exact patch only has
+                other bits, there is an :class:`icl_patch.errors.ExactnessWarning`.
             ValueError: the tokens are not those the patch is for, or the patch is a part that
                 cannot be replayed.
             TypeError: there are ``model_inputs``, or ``patch`` is none.
@@ -308,24 +329,16 @@ class ContextPatcher:
     ) -> None:
         if kept_mask is not None:
             check_tensor("kept_mask", kept_mask)
+            kept_mask = kept_mask.bool()
         self.attached_model.check_patch(patch)
         if not patch.info.replayable:
             raise ValueError(
                 "expected a patch with all its layers and its first tokens, got a part of one"
             )
         check_fit(patch, self.model)
-        if kept_mask is not None and not torch.equal(kept_mask.bool(), patch.kept_mask):
-            raise ValueError(
-                "expected the kept_mask that the patch was computed for, got another one"
-            )
-        if (
-            kept_ids.shape != patch.kept_ids.shape
-            or ((kept_ids != patch.kept_ids) & patch.kept_mask).any()
-        ):
-            raise ValueError(
-                "expected the kept tokens that the patch was computed for,"
-                f" {tuple(patch.kept_ids.shape)}, got others, {tuple(kept_ids.shape)}"
-            )
+        every = torch.ones_like(patch.kept_mask)
+        _check_same("kept_mask", kept_mask, patch.kept_mask, every)
+        _check_same("kept tokens", kept_ids, patch.kept_ids, patch.kept_mask)
 
     @contextmanager
     def applied(

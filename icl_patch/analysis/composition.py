@@ -23,11 +23,15 @@ def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, 
     if not parts:
         raise ValueError("expected at least one part, got none")
     for part in parts:
-        same = whole.layer_indices == part.layer_indices and whole.info.update == part.info.update
-        if not same or not torch.equal(whole.kept_ids, part.kept_ids):
+        differ = {
+            "kept tokens": not torch.equal(whole.kept_ids, part.kept_ids),
+            "blocks": whole.layer_indices != part.layer_indices,
+            "updates": whole.info.update != part.info.update,
+        }
+        if names := [name for name, other in differ.items() if other]:
             raise ValueError(
-                "expected patches of the same kept tokens, blocks and update, got"
-                f" {whole!r} and {part!r}"
+                "expected patches of the same kept tokens, blocks and update, got other"
+                f" {' and '.join(names)}: {whole!r} and {part!r}"
             )
     found = {}
     for named in zip(*map(named_changes, (whole, *parts)), strict=True):

@@ -86,8 +86,8 @@ def steered(
                 assert stream is not None
                 if stream.numel() != vector.numel():
                     raise ValueError(
-                        f"expected {tuple(vector.shape[:2])} rows and tokens, as the vectors have,"
-                        f" got a residual stream {tuple(stream.shape)}"
+                        f"expected a residual stream {tuple(vector.shape)}, as the vectors have,"
+                        f" got {tuple(stream.shape)}"
                     )
                 # in place: the block adds this tensor to its MLP's output too
                 stream.add_(vector.to(stream).reshape(stream.shape))
@@ -173,4 +173,4 @@ def in_rome_form(patch: ContextPatch, covariances: Sequence[Mapping[str, Tensor]
             scale = torch.where(along > 0, size / along, 0.0)
             changed[name] = (scale * solved).to(layer[name].dtype)
         layers.append(changed)
-    return replace(patch, layers=tuple(layers), logits=None, report=None)
+    return replace(patch, layers=tuple(layers), logits=None, digest=None, report=None)

@@ -35,4 +35,4 @@ def on_other_weights(patch: ContextPatch, patcher: HasAttachedModel) -> ContextP
         revision=None,
         fingerprint=attached.weights.fingerprint,
     )
-    return replace(patch, info=info, logits=None, report=None, weights=None)
+    return replace(patch, info=info, logits=None, digest=None, report=None, weights=None)

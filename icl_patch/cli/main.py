@@ -43,6 +43,7 @@ from icl_patch.errors import (
     FingerprintMismatch,
     NonFiniteError,
     PatchFormatError,
+    ReplayMismatch,
 )
 
 COMMANDS = "icl_patch.commands"
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (
         FingerprintMismatch,
         PatchFormatError,
+        ReplayMismatch,
         ControllabilityError,
         NonFiniteError,
     ) as error:

@@ -46,7 +46,8 @@ def format_value(value: Any) -> str:
 
 LEGEND = {
     "floor L∞": "the noise: how much the unmodified model's own logits differ when only batching or"
-    " caching changes. 0 here: batching happened to round alike; other sizes and machines differ",
+    " caching changes",
+    "0 here": "batching happened to round alike; other sizes and machines differ",
     "reader error": "the largest difference, to the run with the context, in the outputs of the"
     " layers that read the MLP's input, relative to the largest output",
     "correction": "how much exact adds to the closed form, so that no bit differs; as small as"
@@ -56,12 +57,13 @@ LEGEND = {
     "promise kept": "exact: every bit is the same. direct and stable in fp32: every token is the"
     " same, and errors are within ten times the noise floor. Else there is no promise",
 }
-"""What rows of :func:`verify_tables` mean."""
+"""What rows of :func:`verify_tables`, and a value in them, mean."""
 
 
 def legend(tables: Sequence[Table]) -> str:
-    """The entries of :data:`LEGEND` for the rows of tables, as a list of Markdown."""
-    names = {str(cell) for table in tables for cell in table.columns[0].cells}
+    """The entries of :data:`LEGEND` for what stands in tables, as a list of Markdown."""
+    columns = [column for table in tables for column in table.columns]
+    names = {str(cell) for column in columns for cell in column.cells}
     entries = [f"- {name}: {meaning}" for name, meaning in LEGEND.items() if name in names]
     return "\n".join(textwrap.fill(entry, 80, subsequent_indent="  ") for entry in entries)
 

@@ -31,6 +31,7 @@ from icl_patch.models.forward import MediaPositions, over_columns
 from icl_patch.models.model_checks import require_finite
 from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
@@ -43,6 +44,7 @@ from icl_patch.recording.patch_assembly import (
     report_of_all,
     scales_of,
 )
+from icl_patch.recording.replay_check import arithmetic_dtype
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
 
@@ -304,7 +306,11 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
             )
         report, _ = report_of_all(attached, [_diagnostics(blocks, output, live)], live.device)
         layers = layers_of_all(attached, layers, live.device)
-        return replace(patch, layers=layers, report=report, logits=logits)
+        patch = replace(patch, layers=layers, report=report, logits=logits)
+        if logits is None:
+            return patch
+        dtype = arithmetic_dtype(attached.model)
+        return patch.with_digest(LogitDigest.of(logits, live, dtype, identical=True))
 
     return make
 

@@ -148,6 +148,16 @@ def _in_a_batch(original: Forward) -> Forward:
     return forward
 
 
+def _cure(model: PreTrainedModel) -> str:
+    """What gives a model transformers' attention, if it has another implementation."""
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation == SDPA:
+        return ", as its class has attention code of its own"
+    if not model._supports_sdpa:
+        return f", as its class knows {implementation!r} only"
+    return f", as it has {implementation!r}: call model.set_attn_implementation({SDPA!r})"
+
+
 def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
     """The matrix of every block that reads the attention's output, found in a pass over two tokens.
 
@@ -167,7 +177,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
     if len(outputs) != len(blocks):
         raise UnsupportedModelError(
             f"mode='shared_cache' does not cover {type(model).__name__}: its {len(blocks)} blocks"
-            f" call {len(outputs)} attentions of transformers' {SDPA!r}, not one each"
+            f" call {len(outputs)} attentions of transformers' {SDPA!r}, not one each{_cure(model)}"
         )
     projections = []
     for block, address in zip(blocks, outputs, strict=True):

@@ -34,16 +34,19 @@ from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import FingerprintMismatch, PatchFormatError
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, check_same_model, tokenizer_fingerprint
+from icl_patch.patch.logit_digest import LogitDigest, factor_state
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.patch.serialization import (
     TOKEN_TENSORS,
     PatchInfo,
     check_finite,
     check_fit,
+    digest_tensors,
     file_parts,
     read_patch,
 )
@@ -103,6 +106,8 @@ class ContextPatch:
             absorbed one; left-padded.
         logits: (B, T, V) with the context, or None (they are not saved): of the unmodified model if
             the patch took two passes, of the context stream if it took one.
+        digest: of the logits of its replay where it was made, which later replays are compared
+            with; None if there was none. See :attr:`replay_digest`.
         report: the diagnostics, or None for a loaded patch.
         weights: the model's weights, which are hashed again when the patch is saved; None if it was
             loaded or copied.
@@ -122,12 +127,35 @@ class ContextPatch:
     prefix_positions: Tensor
     prefix_slots: Tensor
     logits: Tensor | None = field(default=None, repr=False)
+    digest: LogitDigest | None = field(default=None, repr=False)
     report: PatchReport | None = field(default=None, repr=False)
     weights: WatchedWeights | None = field(default=None, repr=False)
     hooked: bool = field(default=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"weights": None}  # a copy may be for another process
+        # a copy may be for another process
+        return vars(self) | {"weights": None, "digest": self._valid_digest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        vars(self)["digest"] = self.digest and self.digest.of_factors(self.layers)
+
+    @property
+    def replay_digest(self) -> LogitDigest | None:
+        """The digest, with bits if a replay is to have them; None if the patch has other factors
+        than it was made with, and so another replay.
+        """
+        return self._valid_digest and self._valid_digest.hashed(self.logits)
+
+    @property
+    def _valid_digest(self) -> LogitDigest | None:
+        """The same, with bits only if they have been taken."""
+        of_these = self.digest is not None and self.digest.factors == factor_state(self.layers)
+        return self.digest if of_these else None
+
+    def with_digest(self, digest: LogitDigest | None) -> "ContextPatch":
+        """The patch with the digest of the replay of its factors as they are now."""
+        return replace(self, digest=digest and digest.of_factors(self.layers))
 
     @property
     def passes(self) -> int:
@@ -149,8 +177,9 @@ class ContextPatch:
     def to(self, device: torch.device | str) -> "ContextPatch":
         """The patch with every tensor on ``device``."""
         names = ("layers", "logits", "report", *TOKEN_TENSORS)
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **tree_map_only(Tensor, lambda x: x.to(device), tensors))
+        tensors = {name: getattr(self, name) for name in names} | {"digest": self._valid_digest}
+        moved = tree_map_only(Tensor, lambda x: x.to(device), tensors)
+        return replace(self, **moved).with_digest(moved["digest"])
 
     def select(
         self, rows: slice = slice(None), tokens: slice = slice(None), layers: slice = slice(None)
@@ -183,7 +212,7 @@ class ContextPatch:
         whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
         if not self.info.divisible:
             whole = whole and cut["kept_ids"].shape == self.kept_ids.shape
-        return replace(
+        part = replace(
             self,
             info=replace(self.info, replayable=self.info.replayable and whole),
             layers=tree_map_only(Tensor, lambda x: x if x.dim() == 1 else x[rows, tokens], chosen),
@@ -192,6 +221,11 @@ class ContextPatch:
             report=tree_map_only(Tensor, lambda x: x[layers][:, rows][:, :, tokens], self.report),
             **cut,
         )
+        if (digest := self._valid_digest) is None or not part.info.replayable:
+            return part.with_digest(None)
+        all_rows, all_tokens = map(range, self.kept_ids.shape)
+        same_rows = all_rows[rows] == all_rows or self.info.arithmetic == BATCH_INVARIANT
+        return part.with_digest(digest.part(rows, tokens, same_rows and kept == all_tokens))
 
     def of_token(self, row: int, token: int) -> list[dict[str, Tensor]]:
         """The factors (width,) of one kept token, of every layer; negative numbers count from the
@@ -275,6 +309,7 @@ class ContextPatch:
             for name, x in layer.items()
         }
         check_finite(tensors)
+        tensors |= digest_tensors(self.replay_digest)
         header: dict[str, Any] = {**asdict(self.info), "layers": list(self.layer_indices)}
         header["blocks"] = [
             {"path": block.path, "form": block.spec.to_json()} for block in self.blocks
@@ -308,7 +343,8 @@ class ContextPatch:
                 tokenizer than the given ones.
             OSError: the file cannot be read.
         """
-        return cls(**read_patch(path)).fitted_to(model, tokenizer)
+        patch = cls(**read_patch(path))
+        return patch.with_digest(patch.digest).fitted_to(model, tokenizer)
 
     def fitted_to(
         self, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None = None

@@ -125,7 +125,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 def check_same_model(
     model: PreTrainedModel, name: str, dtype: str | None, expected: str, got: str | None = None
 ) -> None:
-    """Check that a model has the dtype and the weights of the model of a patch.
+    """Check that a model has the weights of the model of a patch, in their dtype.
 
     Args:
         name: of the patch's model. dtype: its dtype, ``"torch.float32"``; None if it is not known.
@@ -134,17 +134,13 @@ def check_same_model(
     Raises:
         FingerprintMismatch: it has others.
     """
-    own = model.config.name_or_path or type(model).__name__
-    if dtype not in (None, str(model.dtype)):
-        raise FingerprintMismatch(
-            f"expected a patch of {own} in {model.dtype}, got one of {name} in {dtype}: load the"
-            f" model with dtype={dtype}, or make the patch again"
-        )
-    got = got or weight_fingerprint(model)
-    if got != expected:
+    got, other = got or weight_fingerprint(model), dtype not in (None, str(model.dtype))
+    if got != expected or other:
+        own = model.config.name_or_path or type(model).__name__
         raise FingerprintMismatch(
             f"expected a patch of {own} (weights {got[:12]}… in {model.dtype}), got one of {name}"
-            f" (weights {expected[:12]}…): load that model, or make the patch again"
+            f" (weights {expected[:12]}… in {dtype or 'an unknown dtype'}): load that model"
+            f"{f' with dtype={dtype}' if other else ''}, or make the patch again"
         )
 
 

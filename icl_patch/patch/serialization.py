@@ -22,12 +22,13 @@ from icl_patch.errors import PatchFormatError
 from icl_patch.invariance.arithmetic import ARITHMETICS, MODEL
 from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.pipeline import is_on_another_rank
+from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 
 if TYPE_CHECKING:
     from icl_patch.patch.context_patch import ContextPatch
 
-FORMAT = 2
+FORMAT = 3
 _NO_DIGEST = "0" * 64  # stands where the file's SHA-256 will stand
 UPDATES = ("direct", "stable", "exact")
 TOKEN_TENSORS = (
@@ -40,6 +41,7 @@ TOKEN_TENSORS = (
     "prefix_positions",
     "prefix_slots",
 )
+_DIGEST = ("argmax", "largest", "size", "bits")  # the tensors of a digest; the last may be absent
 PER_TOKEN = "per_token"
 Header = dict[str, Any]
 
@@ -181,15 +183,43 @@ def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
         layers = {
             i: {name: widened(tensors[f"layers.{i}.{name}"]) for name in names[i]} for i in names
         }
-        if sum(map(len, layers.values())) != len(tensors):
+        digest = _read_digest(tensors, tokens["kept_ids"].shape)
+        count = sum(map(len, layers.values())) + len(digest_tensors(digest))
+        if count != len(tensors):
             raise ValueError(f"{len(tensors)} tensors, of which some are unknown")
     return {
         "info": info,
+        "digest": digest,
         "layers": tuple(layers.values()),
         "layer_indices": tuple(layers),
         "blocks": blocks,
         **tokens,
     }
+
+
+def digest_tensors(digest: LogitDigest | None) -> dict[str, Tensor]:
+    """The tensors of a file that hold a digest."""
+    named = {name: getattr(digest, name, None) for name in _DIGEST}
+    return {f"logits.{name}": x.contiguous().cpu() for name, x in named.items() if x is not None}
+
+
+def _read_digest(tensors: dict[str, Tensor], shape: torch.Size) -> LogitDigest | None:
+    """The digest of kept tokens of a shape; raises KeyError, ValueError for an incomplete one."""
+    if not any(name.startswith("logits.") for name in tensors):
+        return None
+    bits = tensors.get("logits.bits")
+    argmax, largest, size = (tensors[f"logits.{name}"] for name in _DIGEST[:3])
+    found = {
+        "argmax": argmax,
+        "largest": largest,
+        "size": size,
+        "bits": argmax if bits is None else bits,
+    }
+    for name, x in found.items():
+        floating = name in ("largest", "size")
+        if x.shape != shape or (not x.is_floating_point() if floating else x.dtype != torch.int64):
+            raise ValueError(f"logits.{name} {tuple(x.shape)} {x.dtype}")
+    return LogitDigest(argmax, largest, size, bits, bits is not None)
 
 
 def check_kind(header: Header, kind: str, other: str) -> None:

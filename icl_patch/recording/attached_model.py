@@ -63,6 +63,7 @@ from icl_patch.recording.passes import (
     replay_logits,
     replay_observed,
 )
+from icl_patch.recording.replay_check import arithmetic_dtype, check_replay
 from icl_patch.recording.self_check import SelfCheck, takes_padding
 from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
@@ -441,17 +442,23 @@ class AttachedModel:
 
     @as_pass
     def replay_checked(self, patch: ContextPatch) -> Tensor:
-        """The same, compared with the logits with the context if there are hooks on the model now
-        or were when the patch was computed: logits (B, T, V).
+        """The same, compared with the replay where the patch was made; and with the logits with the
+        context if there are hooks on the model now or were when the patch was computed: logits (B,
+        T, V).
 
         A loaded patch has no logits. Its replay must be the same without the hooks.
 
         Raises:
-            UnsupportedModelError: they differ.
+            UnsupportedModelError, ReplayMismatch: they differ.
             NonFiniteError: a logit is not finite.
         """
         self.watch_hooks()
         self.agree("the patch", (patch.kept_ids, patch.kept_mask, patch.prefix_ids))
+        logits = self._compared_with_hooks(patch)
+        check_replay(patch, logits, arithmetic_dtype(self.model))
+        return logits
+
+    def _compared_with_hooks(self, patch: ContextPatch) -> Tensor:
         logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
         require_finite(self.model, logits, partial(self.replay_logits, patch), patch.kept_mask)
         if not hooked and (not patch.hooked or expected is None):

@@ -22,6 +22,7 @@ from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import counts_slots
 from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import (
     AttachedBlock,
@@ -40,6 +41,7 @@ from icl_patch.recording.patch_assembly import (
     report_of_all,
     scales_of,
 )
+from icl_patch.recording.replay_check import arithmetic_dtype
 from icl_patch.recording.sequences import Sequences
 
 
@@ -219,9 +221,11 @@ def run_closing_pass(
     device = patch.kept_ids.device
     report, violations = report_of_all(attached, calls, device)
     whole = layers_of_all(attached, joined(layers), device)
-    return Computation(
-        replace(patch, layers=whole, report=report), torch.cat(reduced, 1), activations, violations
-    )
+    patch, logits = replace(patch, layers=whole, report=report), torch.cat(reduced, 1)
+    known = patch.kept_mask if live is None else patch.kept_mask & live
+    dtype, exact = arithmetic_dtype(attached.model), update == "exact"
+    patch = patch.with_digest(LogitDigest.of(logits, known, dtype, identical=exact))
+    return Computation(patch, logits, activations, violations)
 
 
 # -- replaying

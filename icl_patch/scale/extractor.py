@@ -24,10 +24,12 @@ from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import padded
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import parameter_changes
 from icl_patch.patch.serialization import check_finite, widened
 from icl_patch.patcher import ContextPatcher
+from icl_patch.recording.replay_check import arithmetic_dtype
 from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row
 from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Contents, Run, check_folder
 
@@ -168,29 +170,32 @@ class Extractor:
         patch, contents = compute_batch(self.patcher, rows), self.contents
         ids = [row.row.id(self.columns) for row in rows]
         name = self.run.name_of(ids)
-        rounded = contents.rounded(patch)
+        rounded, errors = contents.rounded(patch), [None] * len(rows)
+        if rounded is not patch:
+            rounded, errors = self._replayed(rounded)
         stored = rounded.select(layers=contents.layers)
         if contents.statistics:
             for layer in stored.layers:
                 check_finite(layer)
         else:
             stored.save(self.folder / SHARDS / f"{name}.safetensors")
-        errors = [None] * len(rows) if rounded is patch else self._replay_errors(rounded)
         table = self._index(patch.select(layers=contents.layers), rows, ids, name, errors)
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer)
         write_atomically(self.folder / INDEX / f"{name}.parquet", [memoryview(buffer.getvalue())])
         return table
 
-    def _replay_errors(self, patch: ContextPatch) -> list[float]:
-        """How far a replay of rounded factors is off, relative to the largest logit with the
-        context, for each row.
+    def _replayed(self, patch: ContextPatch) -> tuple[ContextPatch, list[float | None]]:
+        """A patch of rounded factors with the digest of their replay; and how far this is off,
+        relative to the largest logit with the context, for each row.
         """
         layers = tuple({name: widened(x) for name, x in layer.items()} for layer in patch.layers)
-        logits = self.patcher.attached_model.replay_logits(replace(patch, layers=layers))
+        attached, mask = self.patcher.attached_model, patch.kept_mask
+        logits = attached.replay_logits(replace(patch, layers=layers))
         assert patch.logits is not None
-        rows = zip(logits.split(1), patch.logits.split(1), patch.kept_mask.split(1), strict=True)
-        return [replay_error(*row) for row in rows]
+        digest = LogitDigest.of(logits, mask, arithmetic_dtype(attached.model), identical=False)
+        rows = zip(logits.split(1), patch.logits.split(1), mask.split(1), strict=True)
+        return patch.with_digest(digest), [replay_error(*row) for row in rows]
 
     def _index(
         self,

@@ -126,8 +126,9 @@ class StaticPatch:
         """The sum of two patches of one model: ``ΔW + ΔW'``, of the sum of the ranks."""
         if self.info.fingerprint != other.info.fingerprint:
             raise FingerprintMismatch(
-                f"expected two patches of one model, got one of {self.info.model} and one of"
-                f" {other.info.model}"
+                f"expected two patches of one model, got one of {self.info.model} (weights"
+                f" {self.info.fingerprint!s:.12}…) and one of {other.info.model} (weights"
+                f" {other.info.fingerprint!s:.12}…)"
             )
         changes = dict(self.changes)
         for path, change in other.changes.items():
@@ -256,7 +257,7 @@ class StaticPatch:
     # -- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the patch to a safetensors file of format 2 and kind "static"; the file appears
+        """Write the patch to a safetensors file of format 3 and kind "static"; the file appears
         whole or not at all.
 
         Raises:

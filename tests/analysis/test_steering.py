@@ -135,5 +135,8 @@ def test_additivity_is_that_of_matrices(family: str) -> None:
         assert float(found[name][1, 2]) == pytest.approx((rest / size) ** 0.5, rel=1e-5)
     with pytest.raises(ValueError, match="at least one part"):
         additivity(patches[0], [])
-    with pytest.raises(ValueError, match="expected patches of the same kept tokens"):
+    with pytest.raises(ValueError, match=r"same kept tokens, .* got other blocks: "):
         additivity(patches[0], [patches[1].select(layers=slice(1))])
+    others = replace(patches[1], kept_ids=KEPT.flip(1))  # of as many tokens
+    with pytest.raises(ValueError, match=r"same kept tokens, .* got other kept tokens: "):
+        additivity(patches[0], [others])

@@ -27,6 +27,7 @@ from icl_patch.evaluation import report
 from icl_patch.evaluation.verify import verify
 from icl_patch.generation.plans import MODES
 from icl_patch.ops import native
+from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.static import LowRank, StaticInfo, StaticPatch
 
@@ -60,6 +61,38 @@ def test_a_terminal_of_80_columns_breaks_no_word(capsys: pytest.CaptureFixture) 
     assert max(map(len, shown.splitlines())) <= 80
     assert all(str(cell) in shown for table in tables for cell in table.columns[0].cells)
     assert len(report.legend(tables).splitlines()) > 5
+
+
+def test_the_legend_explains_what_stands_in_the_tables() -> None:
+    """A noise of 0 is explained where there is one, and nowhere else."""
+    verified = verify(max_new_tokens=1)
+    for noise in (0.0, 1e-7):
+        floor = {"linf_max": 1e-6, "tvd_max": noise}
+        legend = report.legend(report.verify_tables([replace(verified, noise_floor=floor)]))
+        assert ("0 here: batching happened to round alike" in legend) is (noise == 0)
+        assert "floor L∞: the noise" in legend
+
+
+def test_replay_says_that_a_patch_has_become_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As on another processor: the file's digest is of other logits than those of its replay."""
+    model, tokenizer = embedded.load()
+    context, kept = (tokenizer(x, return_tensors="pt").input_ids for x in ("mode upper\n", "fmrp>"))
+    with ContextPatcher(model) as patcher:
+        patch = patcher.compute(context, kept)
+    file = tmp_path / "patch.safetensors"
+    command = ["replay", "--patch", file, "--json"]
+    patch.save(file)
+    assert run(capsys, *command)[0] == 0
+    others = LogitDigest.of(-patch.logits, patch.kept_mask, torch.float32, identical=False)
+    patch.with_digest(others).save(file)
+    status, out, _ = run(capsys, *command)
+    assert (status, json.loads(out)["error"]["type"]) == (1, "ReplayMismatch")
+    model, _ = embedded.load()
+    with ContextPatcher(model) as patcher:  # as the message says
+        patcher.compute(context, kept).save(file)
+    assert run(capsys, *command)[0] == 0
 
 
 def test_verify_says_when_the_check_failed(

@@ -4,6 +4,7 @@ wrong stream would be noticed.
 
 import gc
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ COVERED += ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
 REFUSED = {
     "cohere": "its MLP stands beside the attention",
     "gemma4": "it goes on from its sum",
-    "gemma2": "Gemma2ForCausalLM: its 2 blocks call 0 attentions of transformers' 'sdpa'",
-    "falcon-rw": "call 0 attentions of transformers' 'sdpa', not one each",
+    "gemma2": "call 0 attentions of transformers' 'sdpa', not one each, as its class knows 'eager'",
+    "falcon-rw": "'sdpa', not one each, as its class has attention code of its own",
     "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
 }
 
@@ -131,6 +132,20 @@ def test_the_trial_notices_rows_of_one_stream_twice(
     refusal = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
     with ContextPatcher(shallow("cohere"), update) as patcher, refusal:
         patcher.plans.of(DecodeMode.TWO_STREAM)
+
+
+def test_another_attention_is_named_with_its_cure() -> None:
+    model, arguments = shallow("llama"), {"max_new_tokens": 1, "eos_token_id": None}
+    model.set_attn_implementation("eager")
+    with ContextPatcher(model, "stable") as patcher:
+        cure = r"as it has 'eager': call model\.set_attn_implementation\('sdpa'\)\."
+        with pytest.warns(SlowerStepsWarning, match=cure):
+            list(patcher.generate(IDS, **arguments))
+        model.set_attn_implementation("sdpa")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            [step] = patcher.generate(IDS, **arguments)
+        assert step.mode == "shared_cache"
 
 
 @pytest.mark.parametrize("mode", ["shared_cache", "two_stream"])

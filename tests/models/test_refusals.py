@@ -333,10 +333,15 @@ def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:
     other[0, 1] += 1
     every = {"kept_mask": torch.ones(2, 3, dtype=torch.bool)}
     for ids, options, message in (
-        (other, {}, r"kept tokens that the patch was computed for, \(2, 3\), got others"),
+        (other, {}, rf"got 1 of 4 that differ: .* \[0, 1\], is {other[0, 1]} in .* {KEPT[0, 1]}$"),
         (KEPT[:, :2], {}, r"got others, \(2, 2\)"),
         (KEPT[:1], {}, r"got others, \(1, 3\)"),
-        (KEPT, every, "kept_mask that the patch was computed for"),
+        (KEPT, every, r"kept_mask .* 2 of 6 that differ: .* \[1, 1\], is True in place of False$"),
+        (
+            KEPT,
+            {"kept_mask": every["kept_mask"][:1]},
+            r"kept_mask .*\(2, 3\), got others, \(1, 3\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             llama_patcher.forward(ids, patch, **options)

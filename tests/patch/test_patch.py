@@ -95,7 +95,7 @@ def test_a_patch_of_another_model_is_refused(patch_of: Callable, tmp_path: Path)
     patch.save(path)
     for model, dtype in (
         (one_bit_more, ""),
-        (two_layers("gemma3", torch.bfloat16), r"in torch\.float32: load the model with dtype"),
+        (two_layers("gemma3", torch.bfloat16), r"in torch\.float32\): load that model with dtype"),
     ):
         message = rf"expected a patch of \w+ForCausalLM .* got one of Gemma3ForCausalLM.*{dtype}"
         with pytest.raises(FingerprintMismatch, match=message):

@@ -35,8 +35,9 @@ def test_the_file_is_as_documented(saved: Path, patch: ContextPatch) -> None:
     header, tensors = read(saved)
     factors = ["mlp.gate_proj.u", "mlp.up_proj.u", "mlp.down_proj.u", "mlp.down_proj.v"]
     factors += [f"post_feedforward_layernorm.{x}" for x in ("new_scale", "scale")]
-    assert tensors.keys() == {f"layers.{i}.{x}" for i in (0, 1) for x in (*factors, "readers.v")}
-    assert (header["format"], header["kind"]) == (2, "per_token")
+    names = {f"layers.{i}.{x}" for i in (0, 1) for x in (*factors, "readers.v")}
+    assert tensors.keys() == names | {f"logits.{x}" for x in ("argmax", "largest", "size")}
+    assert (header["format"], header["kind"]) == (3, "per_token")
     assert (header["arithmetic"], header["tensor_parallel"]) == ("model", 1)
     written = saved.read_bytes()
     write(saved, header, tensors)
@@ -153,11 +154,20 @@ MADE_UP: dict[str, tuple[Change, str]] = {
         lambda x, _: x["blocks"][1]["form"].update(writer="pen"),
         "expected blocks, layers and tokens .*'pen'",
     ),
-    "format 1": (entry("format", 1), "expected patch format 2, got 1: compute the patch again"),
+    "format 1": (entry("format", 1), "expected patch format 3, got 1: compute the patch again"),
     "a static patch": (entry("kind", "static"), "expected kind 'per_token', got 'static'"),
     "a number as update": (entry("update", 3), "expected update of <class 'str'>, got 3"),
     "missing": (lambda _, x: x.pop("layers.1.readers.v"), r"KeyError\('layers\.1\.readers\.v'\)"),
-    "extra": (lambda _, x: x.update(extra=torch.zeros(1)), "15 tensors, of which some are unknown"),
+    "extra": (lambda _, x: x.update(extra=torch.zeros(1)), "18 tensors, of which some are unknown"),
+    "half a digest": (lambda _, x: x.pop("logits.size"), r"KeyError\('logits\.size'\)"),
+    "a digest of others": (
+        lambda _, x: x.update({"logits.largest": torch.zeros(3, 8)}),
+        r"logits\.largest \(3, 8\) torch\.float32",
+    ),
+    "a digest of other numbers": (
+        lambda _, x: x.update({"logits.argmax": torch.zeros(3, 7)}),
+        r"logits\.argmax \(3, 7\) torch\.float32",
+    ),
     "a narrow stream": (narrow, r"u and v of widths 72 and 48 for .*, got \(72, 40\)"),
     "one layer": (one_layer, "expected the factors of 2 layers, got 1"),
 }
@@ -182,7 +192,9 @@ def test_header_entries_that_are_missing(saved: Path) -> None:
 
 def test_factors_rounded_to_bf16_are_read_as_fp32(saved: Path) -> None:
     header, tensors = read(saved)
-    rounded = {name: x.bfloat16() for name, x in tensors.items()}
+    rounded = {
+        name: x.bfloat16() if name.startswith("layers.") else x for name, x in tensors.items()
+    }
     write(saved, header, rounded)
     loaded = ContextPatch.load(saved)
     for layer, factors in zip(loaded.layer_indices, loaded.layers, strict=True):

@@ -1,0 +1,154 @@
+"""A few numbers on the logits that a patch's replay gave where the patch was made: a file holds
+them, so that a replay elsewhere, which may round otherwise, can be compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import register_dataclass
+
+from icl_patch.tolerances import rounding_limit
+
+Layers = Sequence[dict[str, Tensor]]
+FactorState = tuple[tuple[int, int], ...]
+_AT_ONCE = 2**22  # logits that are hashed in one go
+_MULTIPLIERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd, random
+
+
+@dataclass(frozen=True, eq=False)
+class LogitDigest:
+    """Of the logits (V,) of each kept token.
+
+    Attributes:
+        argmax: (B, T) int64, the token with the largest logit; -1 for padding and for rows that had
+            ended, of which nothing is known.
+        largest, size: (B, T), that logit, and the largest absolute value of all logits; in the
+            dtype of the arithmetic, which has fewer digits than the logits under autocast.
+        bits: (B, T) int64, :func:`row_hashes`, if a replay is to have all bits; else None.
+        identical: whether it is. ``bits`` of a patch in memory are taken when they are needed.
+        factors: the state of the factors that gave the logits; it is not saved.
+    """
+
+    argmax: Tensor
+    largest: Tensor
+    size: Tensor
+    bits: Tensor | None
+    identical: bool
+    factors: FactorState = ()
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, known: Tensor, dtype: torch.dtype, identical: bool
+    ) -> "LogitDigest":
+        """Of logits (B, T, V). known: (B, T) bool, the tokens that have them. dtype: of the
+        arithmetic.
+        """
+        largest, argmax = logits.max(-1)
+        size = torch.maximum(largest.abs(), logits.amin(-1).abs())
+        dtype = coarsest(dtype, logits.dtype)
+        argmax = argmax.masked_fill(~known, -1)
+        return cls(argmax, largest.to(dtype), size.to(dtype), None, identical)
+
+    @property
+    def known(self) -> Tensor:
+        """The tokens (B, T) bool that have logits."""
+        return self.argmax >= 0
+
+    def of_factors(self, layers: Layers) -> "LogitDigest":
+        """The same, of these factors as they are now."""
+        return replace(self, factors=factor_state(layers))
+
+    def hashed(self, logits: Tensor | None) -> "LogitDigest":
+        """With ``bits``, of these logits, if a replay is to have them."""
+        if logits is None or not self.identical or self.bits is not None:
+            return self
+        return replace(self, bits=row_hashes(logits))
+
+    def part(self, rows: slice, tokens: slice, identical: bool) -> "LogitDigest":
+        """Of some rows and tokens. identical: whether a replay of the part has their bits."""
+        names = ("argmax", "largest", "size", "bits")
+        cut = {name: x[rows, tokens] for name in names if (x := getattr(self, name)) is not None}
+        if not identical:
+            cut |= {"bits": None, "identical": False}
+        return replace(self, **cut)
+
+    # -- comparing
+
+    def other_bits(self, logits: Tensor) -> Tensor:
+        """The tokens (B, T) bool with other bits than they are to have."""
+        if self.bits is None:
+            return torch.zeros_like(self.known)
+        return (row_hashes(logits) != self.bits) & self.known
+
+    def errors(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """How far logits l' (B, T, V) are from those there, l with argmax a; each (B, T) fp64::
+
+            max(|l'_a - l_a|, max l' - l_a) / max |l|      at most max |l' - l| / max |l|
+            (max l' - l'_a) / max |l|                      by which another token is ahead now
+
+        The first one: no element of l is above ``l_a``, so the element that is the largest now has
+        grown by ``max l' - l_a`` or more. Two NaN are equal; NaN on one side gives infinity.
+        """
+        there, now = self.largest.double(), logits.amax(-1).double()
+        same = logits.gather(-1, self.argmax.clamp(min=0).unsqueeze(-1)).squeeze(-1).double()
+        off = torch.maximum((same - there).abs(), now - there)
+        equal = (same == there) & (now == there) | now.isnan() & there.isnan() | ~self.known
+        scale = torch.where(self.size > 0, self.size, 1).double()
+        found = [(x / scale).nan_to_num(torch.inf, torch.inf) for x in (off, now - same)]
+        return found[0].masked_fill(equal, 0.0), found[1].masked_fill(equal, 0.0)
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """The largest error that may be rounding, of the coarser of two arithmetics: that of the
+        digest, and ``dtype`` of the replay.
+        """
+        return rounding_limit(coarsest(dtype, self.largest.dtype))
+
+
+register_dataclass(LogitDigest)  # so that tree_map reaches its tensors
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype with the fewest digits."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def factor_state(layers: Layers) -> FactorState:
+    """Address and version of all factors: another one has been replaced or written to."""
+    tensors = [x for layer in layers for x in layer.values()]
+    return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+
+
+def row_hashes(logits: Tensor) -> Tensor:
+    """A hash of the bits of each row: (..., V) -> (...) int64; 0 and -0 are alike.
+
+    ``Σ_k f_k x_k + g_k (x_k >> 32)`` modulo 2⁶⁴, with the row as words x of 8 bytes, filled up with
+    zeros, and fixed odd factors: rows that differ have one hash by accident only.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    count = max(1, _AT_ONCE // max(1, rows.shape[1]))
+    hashes = [_hashes(part) for part in rows.split(count)] or [rows.new_empty(0, dtype=torch.int64)]
+    return torch.cat(hashes).view(logits.shape[:-1])
+
+
+def _hashes(rows: Tensor) -> Tensor:
+    words = F.pad(rows + 0, (0, -rows.shape[1] % (8 // rows.element_size())))
+    words = words.contiguous().view(torch.int64)
+    low, high = (x.to(rows.device) for x in _factors(words.shape[1]))
+    if words.is_cpu:
+        return words.mv(low) + (words >> 32).mv(high)
+    return (words * low + (words >> 32) * high).sum(1)  # CUDA multiplies no matrices of integers
+
+
+@cache
+def _factors(count: int) -> tuple[Tensor, Tensor]:
+    """Odd numbers (count,) int64 that look random: the multiplied place, mixed."""
+    found = []
+    for multiplier in _MULTIPLIERS:
+        x = torch.arange(1, count + 1) * multiplier
+        x = (x ^ (x >> 29)) * multiplier
+        found.append((x ^ (x >> 32)) | 1)
+    return found[0], found[1]
