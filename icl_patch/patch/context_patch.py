@@ -39,7 +39,7 @@ from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, check_same_model, tokenizer_fingerprint
-from icl_patch.patch.logit_digest import LogitDigest, factor_state
+from icl_patch.patch.logit_digest import LogitDigest, tensor_state
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.patch.serialization import (
     TOKEN_TENSORS,
@@ -138,24 +138,31 @@ class ContextPatch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        vars(self)["digest"] = self.digest and self.digest.of_factors(self.layers)
+        vars(self)["digest"] = self.digest and self.digest.of_tensors(self._replayed())
 
     @property
     def replay_digest(self) -> LogitDigest | None:
-        """The digest, with bits if a replay is to have them; None if the patch has other factors
-        than it was made with, and so another replay.
+        """The digest, with bits if a replay is to have them; None if the patch has other factors or
+        tokens than it was made with, and so another replay.
         """
-        return self._valid_digest and self._valid_digest.hashed(self.logits)
+        digest = self._valid_digest
+        return digest and digest.hashed(self.logits)
 
     @property
     def _valid_digest(self) -> LogitDigest | None:
         """The same, with bits only if they have been taken."""
-        of_these = self.digest is not None and self.digest.factors == factor_state(self.layers)
-        return self.digest if of_these else None
+        digest = self.digest
+        return digest if digest and digest.replayed == tensor_state(self._replayed()) else None
 
     def with_digest(self, digest: LogitDigest | None) -> "ContextPatch":
-        """The patch with the digest of the replay of its factors as they are now."""
-        return replace(self, digest=digest and digest.of_factors(self.layers))
+        """The patch with the digest of its replay as it is now."""
+        return replace(self, digest=digest and digest.of_tensors(self._replayed()))
+
+    def _replayed(self) -> Iterator[Tensor]:
+        """The tensors that a replay reads."""
+        for layer in self.layers:
+            yield from layer.values()
+        yield from (getattr(self, name) for name in TOKEN_TENSORS)
 
     @property
     def passes(self) -> int:

@@ -2,7 +2,7 @@
 them, so that a replay elsewhere, which may round otherwise, can be compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,10 +13,9 @@ from torch.utils._pytree import register_dataclass
 
 from icl_patch.tolerances import rounding_limit
 
-Layers = Sequence[dict[str, Tensor]]
-FactorState = tuple[tuple[int, int], ...]
-_AT_ONCE = 2**22  # logits that are hashed in one go
-_MULTIPLIERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd, random
+TensorState = tuple[tuple[int, int], ...]
+_AT_ONCE = 2**16  # logits that are hashed in one go: a core's cache holds them
+_MULTIPLIER = 0x1E3779B97F4A7C15  # odd, without a pattern
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,15 +29,15 @@ class LogitDigest:
             dtype of the arithmetic, which has fewer digits than the logits under autocast.
         bits: (B, T) int64, :func:`row_hashes`, if a replay is to have all bits; else None.
         identical: whether it is. ``bits`` of a patch in memory are taken when they are needed.
-        factors: the state of the factors that gave the logits; it is not saved.
+        replayed: the state of the factors and tokens that gave the logits; it is not saved.
     """
 
     argmax: Tensor
     largest: Tensor
     size: Tensor
-    bits: Tensor | None
-    identical: bool
-    factors: FactorState = ()
+    bits: Tensor | None = None
+    identical: bool = False
+    replayed: TensorState = ()
 
     @classmethod
     def of(
@@ -58,9 +57,9 @@ class LogitDigest:
         """The tokens (B, T) bool that have logits."""
         return self.argmax >= 0
 
-    def of_factors(self, layers: Layers) -> "LogitDigest":
-        """The same, of these factors as they are now."""
-        return replace(self, factors=factor_state(layers))
+    def of_tensors(self, tensors: Iterable[Tensor]) -> "LogitDigest":
+        """The same, of these factors and tokens as they are now."""
+        return replace(self, replayed=tensor_state(tensors))
 
     def hashed(self, logits: Tensor | None) -> "LogitDigest":
         """With ``bits``, of these logits, if a replay is to have them."""
@@ -116,39 +115,35 @@ def coarsest(*dtypes: torch.dtype) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def factor_state(layers: Layers) -> FactorState:
-    """Address and version of all factors: another one has been replaced or written to."""
-    tensors = [x for layer in layers for x in layer.values()]
+def tensor_state(tensors: Iterable[Tensor]) -> TensorState:
+    """Address and version of tensors: it changes if one is replaced or written to."""
     return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
 
 
 def row_hashes(logits: Tensor) -> Tensor:
     """A hash of the bits of each row: (..., V) -> (...) int64; 0 and -0 are alike.
 
-    ``Σ_k f_k x_k + g_k (x_k >> 32)`` modulo 2⁶⁴, with the row as words x of 8 bytes, filled up with
-    zeros, and fixed odd factors: rows that differ have one hash by accident only.
+    ``Σ_k f_k x_k`` modulo 2⁶⁴, with the row as words x of 8 bytes, filled up with zeros, and fixed
+    odd factors f: a change of one logit changes it, others go unnoticed by accident only.
     """
     rows = logits.reshape(-1, logits.shape[-1])
-    count = max(1, _AT_ONCE // max(1, rows.shape[1]))
-    hashes = [_hashes(part) for part in rows.split(count)] or [rows.new_empty(0, dtype=torch.int64)]
-    return torch.cat(hashes).view(logits.shape[:-1])
+    parts = rows.split(max(1, _AT_ONCE // rows.shape[1]))
+    return torch.cat([_hashes(part) for part in parts]).view(logits.shape[:-1])
 
 
 def _hashes(rows: Tensor) -> Tensor:
+    # adding 0 turns -0 into 0
     words = F.pad(rows + 0, (0, -rows.shape[1] % (8 // rows.element_size())))
     words = words.contiguous().view(torch.int64)
-    low, high = (x.to(rows.device) for x in _factors(words.shape[1]))
+    factors = _factors(words.shape[1]).to(rows.device)
     if words.is_cpu:
-        return words.mv(low) + (words >> 32).mv(high)
-    return (words * low + (words >> 32) * high).sum(1)  # CUDA multiplies no matrices of integers
+        return words.mv(factors)
+    return (words * factors).sum(1)  # CUDA multiplies no matrices of integers
 
 
 @cache
-def _factors(count: int) -> tuple[Tensor, Tensor]:
-    """Odd numbers (count,) int64 that look random: the multiplied place, mixed."""
-    found = []
-    for multiplier in _MULTIPLIERS:
-        x = torch.arange(1, count + 1) * multiplier
-        x = (x ^ (x >> 29)) * multiplier
-        found.append((x ^ (x >> 32)) | 1)
-    return found[0], found[1]
+def _factors(count: int) -> Tensor:
+    """Odd numbers (count,) int64 that look random: the place, multiplied and mixed."""
+    x = torch.arange(1, count + 1) * _MULTIPLIER
+    x = (x ^ (x >> 29)) * _MULTIPLIER
+    return (x ^ (x >> 32)) | 1

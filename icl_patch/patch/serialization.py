@@ -41,7 +41,7 @@ TOKEN_TENSORS = (
     "prefix_positions",
     "prefix_slots",
 )
-_DIGEST = ("argmax", "largest", "size", "bits")  # the tensors of a digest; the last may be absent
+_DIGEST = ("argmax", "largest", "size", "bits")  # the last one may be absent
 PER_TOKEN = "per_token"
 Header = dict[str, Any]
 
@@ -204,22 +204,18 @@ def digest_tensors(digest: LogitDigest | None) -> dict[str, Tensor]:
 
 
 def _read_digest(tensors: dict[str, Tensor], shape: torch.Size) -> LogitDigest | None:
-    """The digest of kept tokens of a shape; raises KeyError, ValueError for an incomplete one."""
+    """The digest of kept tokens (B, T), if a file has one; raises KeyError or ValueError if a part
+    of it is missing or of another kind.
+    """
     if not any(name.startswith("logits.") for name in tensors):
         return None
-    bits = tensors.get("logits.bits")
-    argmax, largest, size = (tensors[f"logits.{name}"] for name in _DIGEST[:3])
-    found = {
-        "argmax": argmax,
-        "largest": largest,
-        "size": size,
-        "bits": argmax if bits is None else bits,
-    }
+    names = _DIGEST if "logits.bits" in tensors else _DIGEST[:-1]
+    found = {name: tensors[f"logits.{name}"] for name in names}
     for name, x in found.items():
-        floating = name in ("largest", "size")
-        if x.shape != shape or (not x.is_floating_point() if floating else x.dtype != torch.int64):
+        if x.shape != shape or x.is_floating_point() != (name in ("largest", "size")):
             raise ValueError(f"logits.{name} {tuple(x.shape)} {x.dtype}")
-    return LogitDigest(argmax, largest, size, bits, bits is not None)
+    argmax, largest, size, *bits = found.values()
+    return LogitDigest(argmax, largest, size, *bits, identical=len(bits) == 1)
 
 
 def check_kind(header: Header, kind: str, other: str) -> None:

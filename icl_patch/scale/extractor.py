@@ -170,7 +170,8 @@ class Extractor:
         patch, contents = compute_batch(self.patcher, rows), self.contents
         ids = [row.row.id(self.columns) for row in rows]
         name = self.run.name_of(ids)
-        rounded, errors = contents.rounded(patch), [None] * len(rows)
+        rounded = contents.rounded(patch)
+        errors: list[float | None] = [None] * len(rows)
         if rounded is not patch:
             rounded, errors = self._replayed(rounded)
         stored = rounded.select(layers=contents.layers)

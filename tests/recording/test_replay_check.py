@@ -162,6 +162,10 @@ def test_some_tokens_beyond_rounding_are_said(
 # -- what is not the same replay, and must not be refused
 
 
+def other_tokens(patch: ContextPatch) -> ContextPatch:
+    return replace(patch, kept_ids=patch.kept_ids.flip(1))
+
+
 def in_place(patch: ContextPatch) -> ContextPatch:
     patch.layers[-1]["mlp.down_proj.u"].mul_(-30)
     return patch
@@ -176,12 +180,13 @@ CHANGES: dict[str, Callable[[ContextPatch], ContextPatch]] = {
     "other factors": lambda patch: replace(patch, layers=changed(patch, -30)),
     "factors written to": in_place,
     "factors exchanged": in_the_dictionary,
+    "other tokens": other_tokens,
 }
 
 
 @updates
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_factors_are_another_patch(change: str, update: str, tmp_path: Path) -> None:
+def test_a_changed_patch_is_another(change: str, update: str, tmp_path: Path) -> None:
     """Before it is saved, and after."""
     with ContextPatcher(shallow("llama"), update) as patcher:
         before = loaded(CHANGES[change](patcher.compute(IDS, KEPT)), tmp_path, patcher)
