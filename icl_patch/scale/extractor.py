@@ -171,7 +171,7 @@ class Extractor:
         ids = [row.row.id(self.columns) for row in rows]
         name = self.run.name_of(ids)
         rounded = contents.rounded(patch)
-        errors: list[float | None] = [None] * len(rows)
+        errors: Sequence[float | None] = [None] * len(rows)
         if rounded is not patch:
             rounded, errors = self._replayed(rounded)
         stored = rounded.select(layers=contents.layers)
@@ -186,7 +186,7 @@ class Extractor:
         write_atomically(self.folder / INDEX / f"{name}.parquet", [memoryview(buffer.getvalue())])
         return table
 
-    def _replayed(self, patch: ContextPatch) -> tuple[ContextPatch, list[float | None]]:
+    def _replayed(self, patch: ContextPatch) -> tuple[ContextPatch, list[float]]:
         """A patch of rounded factors with the digest of their replay; and how far this is off,
         relative to the largest logit with the context, for each row.
         """
