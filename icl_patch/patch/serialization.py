@@ -214,8 +214,8 @@ def _read_digest(tensors: dict[str, Tensor], shape: torch.Size) -> LogitDigest |
     for name, x in found.items():
         if x.shape != shape or x.is_floating_point() != (name in ("largest", "size")):
             raise ValueError(f"logits.{name} {tuple(x.shape)} {x.dtype}")
-    argmax, largest, size, *bits = found.values()
-    return LogitDigest(argmax, largest, size, *bits, identical=len(bits) == 1)
+    bits = found.pop("bits", None)
+    return LogitDigest(**found, bits=bits, identical=bits is not None)
 
 
 def check_kind(header: Header, kind: str, other: str) -> None:
