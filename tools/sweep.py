@@ -269,6 +269,7 @@ def run_apart(
             cells = found.recv()
     process.kill()
     process.join()
+    key = key | {"transformers": transformers.__version__}
     return [
         key | {k: float(f"{v:.1e}") if isinstance(v, float) else v for k, v in cell.items()}
         for cell in cells
@@ -327,10 +328,12 @@ def page(cells: list[dict[str, Any]], realistic: list[dict[str, Any]]) -> str:
     tables = {"random": by_job(cells), "realistic": by_job(realistic)}
     lines = [INTRODUCTION]
     for weights, table in tables.items():
+        versions = {cell["transformers"] for cells in table.values() for cell in cells}
+        lines.append(f"- {weights} weights, with transformers {', '.join(sorted(versions))}:")
         for name, variants in (("types", False), ("variants", True)):
             words = Counter(verdict(table[job])[0] for job in table if bool(job[1]) == variants)
             counts = ", ".join(f"{words[word]} {word}" for word in RESULTS if words[word])
-            lines.append(f"- {name}, {weights} weights: {counts}")
+            lines.append(f"  - {name}: {counts}")
     groups: dict[str, list[str]] = {}
     for job, found in tables["random"].items():
         text, other = (label(x) for x in (found, tables["realistic"].get(job, found)))
@@ -359,7 +362,7 @@ WORDS = (
 """Patterns of a reason, and what the page has in their place."""
 INTRODUCTION = f"""# Model classes
 
-Every model type of the causal mapping of transformers {transformers.__version__}, as a small random
+Every model type of the causal mapping of transformers, as a small random
 model: `make sweep` writes this page. Classes that can be encoders or decoders (BERT and its
 relatives) are built as decoders, with `is_decoder=True`; gemma3n where `timm` is installed.
 

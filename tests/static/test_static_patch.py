@@ -138,7 +138,7 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
     assert weight_fingerprint(model) == before
     with pytest.raises(FingerprintMismatch, match="expected a patch of"):
         patch.merge(build("llama", seed=3))
-    with pytest.raises(FingerprintMismatch, match=r"in torch\.bfloat16, got .* in torch\.f"):
+    with pytest.raises(FingerprintMismatch, match=r"in torch\.bfloat16\), got .* in torch\.f"):
         patch.merge(build("llama").bfloat16())
 
 
