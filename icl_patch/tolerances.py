@@ -20,6 +20,11 @@ def rounding_limit(dtype: torch.dtype) -> float:
     return float(torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps ** 0.5)
 
 
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype with the fewest digits."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def noise_limit(noise_floor: float) -> float:
     """``10 max(noise floor, 32 eps)``: the largest error of logits, relative to the largest logit,
     that passes for rounding in fp32 and fp64.

@@ -24,7 +24,12 @@ from icl_patch.generation.one_pass import (
     StepOutput,
 )
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, arithmetic_here
+from icl_patch.invariance.arithmetic import (
+    BATCH_INVARIANT,
+    MODEL,
+    arithmetic_here,
+    rounding_dtype,
+)
 from icl_patch.layers.attachment import as_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import MediaPositions, over_columns
@@ -44,7 +49,6 @@ from icl_patch.recording.patch_assembly import (
     report_of_all,
     scales_of,
 )
-from icl_patch.recording.replay_check import arithmetic_dtype
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
 
@@ -309,7 +313,7 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
         patch = replace(patch, layers=layers, report=report, logits=logits)
         if logits is None:
             return patch
-        dtype = arithmetic_dtype(attached.model)
+        dtype = rounding_dtype(arithmetic, attached.model)
         return patch.with_digest(LogitDigest.of(logits, live, dtype, identical=True))
 
     return make

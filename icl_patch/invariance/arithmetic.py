@@ -24,6 +24,7 @@ from icl_patch.layers.rms_norm import rms_norms
 from icl_patch.models.attention_mask import padding_sees_nothing
 from icl_patch.models.forward_override import Forward, ForwardOverrides, FusedModule
 from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.tolerances import coarsest
 
 MODEL, BATCH_INVARIANT = "model", "batch_invariant"
 _AUTOCAST = "autocast "
@@ -50,6 +51,13 @@ def arithmetic_here(model: PreTrainedModel) -> str:
     if not torch.is_autocast_enabled(device):
         return MODEL
     return _AUTOCAST + str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def rounding_dtype(arithmetic: str, model: PreTrainedModel) -> torch.dtype:
+    """The dtype with the fewest digits in which a model's functions round in an arithmetic."""
+    if not arithmetic.startswith(_AUTOCAST):
+        return model.dtype
+    return coarsest(model.dtype, getattr(torch, arithmetic.removeprefix(_AUTOCAST)))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from icl_patch.tolerances import rounding_limit
+from icl_patch.tolerances import coarsest, rounding_limit
 
 TensorState = tuple[tuple[int, int], ...]
 _AT_ONCE = 2**16  # logits that are hashed in one go: a core's cache holds them
@@ -100,19 +100,13 @@ class LogitDigest:
         found = [(x / scale).nan_to_num(torch.inf, torch.inf) for x in (off, now - same)]
         return found[0].masked_fill(equal, 0.0), found[1].masked_fill(equal, 0.0)
 
-    def limit(self, dtype: torch.dtype) -> float:
-        """The largest error that may be rounding, of the coarser of two arithmetics: that of the
-        digest, and ``dtype`` of the replay.
-        """
-        return rounding_limit(coarsest(dtype, self.largest.dtype))
+    @property
+    def limit(self) -> float:
+        """The largest error that may be rounding."""
+        return rounding_limit(self.largest.dtype)
 
 
 register_dataclass(LogitDigest)  # so that tree_map reaches its tensors
-
-
-def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype with the fewest digits."""
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def tensor_state(tensors: Iterable[Tensor]) -> TensorState:

@@ -63,7 +63,7 @@ from icl_patch.recording.passes import (
     replay_logits,
     replay_observed,
 )
-from icl_patch.recording.replay_check import arithmetic_dtype, check_replay
+from icl_patch.recording.replay_check import check_replay
 from icl_patch.recording.self_check import SelfCheck, takes_padding
 from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
@@ -455,7 +455,7 @@ class AttachedModel:
         self.watch_hooks()
         self.agree("the patch", (patch.kept_ids, patch.kept_mask, patch.prefix_ids))
         logits = self._compared_with_hooks(patch)
-        check_replay(patch, logits, arithmetic_dtype(self.model))
+        check_replay(patch, logits)
         return logits
 
     def _compared_with_hooks(self, patch: ContextPatch) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, rounding_dtype, running_in
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
@@ -41,7 +41,6 @@ from icl_patch.recording.patch_assembly import (
     report_of_all,
     scales_of,
 )
-from icl_patch.recording.replay_check import arithmetic_dtype
 from icl_patch.recording.sequences import Sequences
 
 
@@ -223,8 +222,9 @@ def run_closing_pass(
     whole = layers_of_all(attached, joined(layers), device)
     patch, logits = replace(patch, layers=whole, report=report), torch.cat(reduced, 1)
     known = patch.kept_mask if live is None else patch.kept_mask & live
-    dtype, exact = arithmetic_dtype(attached.model), update == "exact"
-    patch = patch.with_digest(LogitDigest.of(logits, known, dtype, identical=exact))
+    dtype = rounding_dtype(patch.info.arithmetic, attached.model)
+    digest = LogitDigest.of(logits, known, dtype, identical=update == "exact")
+    patch = patch.with_digest(digest)
     return Computation(patch, logits, activations, violations)
 
 

@@ -1,28 +1,17 @@
 """Is a replay the one that the patch had where it was made? Another processor, number of threads or
-version of torch rounds otherwise, and autocast does.
+version of torch rounds otherwise.
 """
 
 import warnings
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from icl_patch.errors import ExactnessWarning, ReplayMismatch
-from icl_patch.layers.device_hooks import input_device
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.logit_digest import coarsest
 
 
-def arithmetic_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which a model's products round now: autocast's, if that has fewer digits."""
-    device = input_device(model).type
-    if not torch.is_autocast_enabled(device):
-        return model.dtype
-    return coarsest(model.dtype, torch.get_autocast_dtype(device))
-
-
-def check_replay(patch: ContextPatch, logits: Tensor, dtype: torch.dtype) -> None:
+def check_replay(patch: ContextPatch, logits: Tensor) -> None:
     """Compare the logits (B, T, V) of a replay with the patch's digest, if it has one.
 
     A token is off if its error exceeds ``√eps`` of the dtype, see
@@ -30,15 +19,12 @@ def check_replay(patch: ContextPatch, logits: Tensor, dtype: torch.dtype) -> Non
     patch is refused if most tokens of a row are off; and with more digits than 16 bits hold, if
     another token is ahead of one by twice as much, because each of two logits may be off.
 
-    Args:
-        dtype: in which the replay was computed.
-
     Raises:
         ReplayMismatch: it has become another replay.
     """
     if (digest := patch.replay_digest) is None:
         return
-    (errors, ahead), limit = digest.errors(logits), digest.limit(dtype)
+    (errors, ahead), limit = digest.errors(logits), digest.limit
     off, other, known = errors > limit, digest.other_bits(logits), digest.known
     if not (off | other).any():
         return
@@ -55,12 +41,12 @@ def check_replay(patch: ContextPatch, logits: Tensor, dtype: torch.dtype) -> Non
             f" with another number of threads or version of torch{_ADVICE[update]}"
         )
     differs = "other bits" if other.any() else "other logits at some tokens"
+    rest = "at the other tokens" if off.any() else "up to rounding"
     warnings.warn(
-        f"this {update} patch has {differs} than where it was made, as on another processor, with"
-        f" another number of threads or under autocast: its replay differs at"
-        f" {_places(other | off, known)}, by {error:.1g} of the largest logit or more. Take it as"
-        f" right {'up to rounding' if not off.any() else 'at the other tokens'}, or compute the"
-        " patch again here",
+        f"this {update} patch has {differs} than where it was made, as on another processor or with"
+        f" another number of threads: its replay differs at {_places(other | off, known)}, by"
+        f" {error:.1g} of the largest logit or more. Take it as right {rest}, or compute the patch"
+        " again here",
         ExactnessWarning,
         stacklevel=2,
     )

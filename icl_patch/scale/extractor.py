@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import torch
 
 from icl_patch.errors import ControllabilityError, NonFiniteError, PatchFormatError
+from icl_patch.invariance.arithmetic import rounding_dtype
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.metrics import replay_error
 from icl_patch.models.positions import switch_lengths
@@ -29,7 +30,6 @@ from icl_patch.patch.low_rank import LowRank
 from icl_patch.patch.parameter_changes import parameter_changes
 from icl_patch.patch.serialization import check_finite, widened
 from icl_patch.patcher import ContextPatcher
-from icl_patch.recording.replay_check import arithmetic_dtype
 from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row
 from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Contents, Run, check_folder
 
@@ -194,7 +194,8 @@ class Extractor:
         attached, mask = self.patcher.attached_model, patch.kept_mask
         logits = attached.replay_logits(replace(patch, layers=layers))
         assert patch.logits is not None
-        digest = LogitDigest.of(logits, mask, arithmetic_dtype(attached.model), identical=False)
+        dtype = rounding_dtype(patch.info.arithmetic, attached.model)
+        digest = LogitDigest.of(logits, mask, dtype, identical=False)
         rows = zip(logits.split(1), patch.logits.split(1), mask.split(1), strict=True)
         return patch.with_digest(digest), [replay_error(*row) for row in rows]
 
