@@ -209,13 +209,14 @@ def _read_digest(tensors: dict[str, Tensor], shape: torch.Size) -> LogitDigest |
     """
     if not any(name.startswith("logits.") for name in tensors):
         return None
-    names = _DIGEST if "logits.bits" in tensors else _DIGEST[:-1]
-    found = {name: tensors[f"logits.{name}"] for name in names}
-    for name, x in found.items():
+    argmax, largest, size = (tensors[f"logits.{name}"] for name in _DIGEST[:3])
+    bits = tensors.get("logits.bits")
+    held = {"argmax": argmax, "largest": largest, "size": size}
+    held |= {} if bits is None else {"bits": bits}
+    for name, x in held.items():
         if x.shape != shape or x.is_floating_point() != (name in ("largest", "size")):
             raise ValueError(f"logits.{name} {tuple(x.shape)} {x.dtype}")
-    bits = found.pop("bits", None)
-    return LogitDigest(**found, bits=bits, identical=bits is not None)
+    return LogitDigest(argmax, largest, size, bits, identical=bits is not None)
 
 
 def check_kind(header: Header, kind: str, other: str) -> None:
