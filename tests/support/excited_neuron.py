@@ -116,8 +116,10 @@ class _Neuron:
                 continue
             strength = gradient.norm(dim=-1)
             own = (strength > 0.1 * strength.max()).nonzero().tolist()
-            if len(own) <= 2:  # others are matrices of the attention, or routers
-                direction = self._direction(holder)
+            if len(own) > 2:
+                continue  # a matrix of the attention, or a router
+            direction = self._direction(holder)
+            if len(direction) == self.width:  # of another width: what the attention writes with
                 yield from ((stack[expert, row], direction) for expert, row in own)
 
     def _parameters(self) -> Iterator[tuple[nn.Parameter, nn.Module]]:
