@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
                 max_new_tokens=options.max_new_tokens,
                 streamer=None if options.json else streamer,
                 mode=options.mode,
-                compile=options.compile,
+                compile=options.compile or "auto",
                 **_choices(options, model, tokenizer),
             )
         with bar as progress:

@@ -1,4 +1,5 @@
-"""A compiled decode step: traced once and compiled, captured as a CUDA graph, or both.
+"""A decode step that is made once: recorded as a program, traced and compiled, or captured as a
+CUDA graph.
 
 The step reads and writes fixed buffers, so it serves later tokens and later contexts too.
 """
@@ -13,6 +14,7 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_step import DecodeState
 from icl_patch.generation.one_pass import DecodeStep, RunStep, StepOutput
 from icl_patch.generation.plans import StepPlans
+from icl_patch.generation.recorded_step import RecordedStep, warn_slower
 from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.device_hooks import input_device, is_aligned
@@ -22,18 +24,22 @@ from icl_patch.recording.attached_model import AttachedModel
 
 _BUCKET = 32  # tokens
 _CACHED_STEPS = 2  # steps, with their caches, that are kept for later contexts
-COMPILE = ("inductor", "cuda_graph", "inductor+cuda_graph")
+COMPILE = ("auto", "inductor", "cuda_graph", "inductor+cuda_graph")
+AUTO = ("auto",)
+_PROGRAM = ("program",)
+_FEW = 16  # tokens for which a program does not pay: it is made in the time of some ten
+_WIDER = 4  # of how many windows a layer keeps all tokens
 
 
 def compilers_of(compile: bool | str) -> Collection[str]:
     """The compilers that a step goes through, ``"inductor"`` and ``"cuda_graph"`` in this order, as
     :meth:`icl_patch.ContextPatcher.generate` takes them: traced and compiled by ``torch.compile``'s
-    Inductor; captured as a CUDA graph, compiled or not.
+    Inductor; captured as a CUDA graph, compiled or not. ``AUTO`` leaves it to :func:`use_program`.
 
     Raises:
         ValueError: there is no such compiler.
     """
-    names = COMPILE[0] if compile is True else compile or ""
+    names = "inductor" if compile is True else compile or ""
     if names not in ("", *COMPILE):
         expected = ", ".join(map(repr, COMPILE))
         raise ValueError(f"expected compile True, False, {expected}, got {compile!r}")
@@ -70,6 +76,8 @@ class CompiledStep:
             written = "inductor" in compilers and not plan.keeps_bits
             step = DecodeStep(plan, self.inputs, state.run.batch, for_inductor=written)
             self.run: RunStep = TracedStep(step) if "inductor" in compilers else step
+            if "program" in compilers:
+                self.run = RecordedStep(step)
             if "cuda_graph" in compilers:
                 self.run = CapturedStep(self.run, current.device)
 
@@ -163,6 +171,38 @@ def check_compilable(attached: AttachedModel, compilers: Collection[str]) -> Non
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"compile does not cover {type(model).__name__}: {reason}")
+
+
+def use_program(plans: StepPlans, state: DecodeState) -> Callable[[], None] | None:
+    """Let a context's steps run as a program, if they can and enough of them will; see
+    :func:`use_compiled_step`. A :class:`~icl_patch.errors.SlowerStepsWarning` says why they cannot.
+    """
+    capacity = state.ids.shape[1]
+    few = capacity - state.inputs.length <= _FEW
+    if not few and state.run is not None and state.inputs.current.is_cpu:
+        try:
+            _check_recordable(plans.attached, state)
+            return use_compiled_step(plans, state, _PROGRAM)
+        except UnsupportedModelError as error:
+            if str(error) not in plans.warned:
+                plans.warned.add(str(error))
+                warn_slower(plans.attached.model, str(error))
+    kv_cache.reserve(state.inputs.cache, capacity)
+    return None
+
+
+def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
+    """Raises UnsupportedModelError unless the steps of a context can run as a program."""
+    check_compilable(attached, _PROGRAM)
+    if state.fill is not None:
+        raise UnsupportedModelError("its rotary factors change at some length")
+    capacity = state.ids.shape[1]
+    windows = [getattr(layer, "sliding_window", None) for layer in state.inputs.cache.layers]
+    narrowest = min((window for window in windows if window), default=capacity)
+    if capacity > _WIDER * narrowest:
+        raise UnsupportedModelError(
+            f"a layer would keep {capacity} tokens, and its window has {narrowest}"
+        )
 
 
 def use_compiled_step(

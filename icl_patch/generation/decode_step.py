@@ -21,6 +21,7 @@ from icl_patch.generation.one_pass import (
     DecodeStep,
     OnePass,
     RunStep,
+    StepDetails,
     StepOutput,
 )
 from icl_patch.generation.step_inputs import StepInputs
@@ -226,14 +227,15 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     # the step's only synchronisation with the device
     if attached.ranks.any(bool(output.maybe_infeasible)):
         attached.ranks.shared(lambda: _check_feasible(state, output))
-        missed = output.misses is not None and bool((output.misses * state.live.T).any())
+        misses = output.details().misses
+        missed = misses is not None and bool((misses * state.live.T).any())
         if attached.ranks.any(missed):
             return _of(_closed_again(state, output))
     return DecodeResult(output.logits, _deferred_patch(state, output))
 
 
 def _check_feasible(state: DecodeState, output: StepOutput) -> None:
-    resolved = _diagnostics(state.attached.blocks, output, state.live)
+    resolved = _diagnostics(state.attached.blocks, output.details(), state.live)
     agree_on_violations(state.attached, resolved)
     for diagnostics in resolved:
         diagnostics.check(start=state.steps - 1)
@@ -243,12 +245,12 @@ def _check_feasible(state: DecodeState, output: StepOutput) -> None:
 
 
 def _diagnostics(
-    blocks: Sequence[AttachedBlock], output: StepOutput, live: Tensor
+    blocks: Sequence[AttachedBlock], details: StepDetails, live: Tensor
 ) -> list[BlockDiagnostics]:
     """The diagnostics of a step, of the rows that were live."""
     return [
         BlockDiagnostics.of(block.block.path, live.to(block.device), notes)
-        for block, notes in zip(blocks, output.notes, strict=True)
+        for block, notes in zip(blocks, details.notes, strict=True)
     ]
 
 
@@ -277,8 +279,9 @@ def _closed_again(state: DecodeState, output: StepOutput) -> Computation:
     attached = state.attached
     patch = attached.empty_patch(state.sequences(), passes=2, arithmetic=BATCH_INVARIANT)
     patch = replace(patch, logits=output.logits.unsqueeze(1))
-    assert output.activations is not None
-    return run_closing_pass(attached, output.activations, patch, attached.update, state.live)
+    activations = output.details().activations
+    assert activations is not None
+    return run_closing_pass(attached, activations, patch, attached.update, state.live)
 
 
 def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:
@@ -286,7 +289,6 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
     attached, fingerprint = state.attached, state.fingerprint
     arithmetic = arithmetic_here(attached.model) if state.arithmetic == MODEL else state.arithmetic
     ids, context_mask, live, media = state.tokens, state.context_mask, state.live, state.media
-    output = replace(output, activations=None)  # which only a miss needs
     blocks = tuple(attached.blocks)  # also if it is detached by then
 
     @torch.no_grad()
@@ -295,11 +297,12 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
             raise ValueError(
                 "expected a patch of a CUDA graph's step to be asked for before the next step"
             )
+        details = output.details()
         layers = tuple(
             _of_live_rows(block, layer, live)
-            for block, layer in zip(blocks, output.factors, strict=True)
+            for block, layer in zip(blocks, details.factors, strict=True)
         )
-        exact = output.misses is not None  # both streams have the same logits
+        exact = details.misses is not None  # both streams have the same logits
         logits = output.logits.unsqueeze(1) if exact else None
         sequences = sequences_of(ids, context_mask, media)
         patch = attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
@@ -308,7 +311,7 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        report, _ = report_of_all(attached, [_diagnostics(blocks, output, live)], live.device)
+        report, _ = report_of_all(attached, [_diagnostics(blocks, details, live)], live.device)
         layers = layers_of_all(attached, layers, live.device)
         patch = replace(patch, layers=layers, report=report, logits=logits)
         if logits is None:

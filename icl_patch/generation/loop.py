@@ -21,8 +21,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.generation.compiled_step import (
+    AUTO,
     check_compilable,
     use_compiled_step,
+    use_program,
 )
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.plans import StepPlans
@@ -232,11 +234,13 @@ def _loop(
             lengths, new = mask.sum(1), capacity - ids.shape[1]
             check_length(model, int(lengths.max()), new)
             check_one_side(model, lengths, new - 1)  # the last token is not run
-            if compilers:
-                check_compilable(attached, compilers)
+            required = () if compilers == AUTO else compilers
+            if required:
+                check_compilable(attached, required)
+            plan = plans.choose(mode, one_pass=len(required) > 0)
             state = prefill(
                 attached,
-                plans.choose(mode, one_pass=len(compilers) > 0),
+                plan,
                 ids,
                 mask,
                 capacity,
@@ -244,8 +248,10 @@ def _loop(
                 media=media,
                 **model_inputs,
             )
-            if compilers:
-                release = use_compiled_step(plans, state, compilers)
+            if required:
+                release = use_compiled_step(plans, state, required)
+            elif compilers:
+                release = use_program(plans, state)
         yield None
         while live.any():
             result = decode_one_token(state, token_ids)

@@ -53,6 +53,25 @@ class DecodeMode(Enum):
 
 
 @dataclass(frozen=True, eq=False)
+class StepDetails:
+    """What a step leaves for its patch, and for a step that has to be repeated.
+
+    Attributes:
+        factors, notes: of every block; the notes for its diagnostics.
+        misses: (L, B), the number of elements that an exact factor of each block misses.
+            activations: of every block, with the context. Both None for other updates.
+    """
+
+    factors: list[Factors]
+    notes: list[list[Note]]
+    misses: Tensor | None = None
+    activations: list[BlockActivations] | None = None
+
+
+register_dataclass(StepDetails)  # so that the output of a step that is made once can be flattened
+
+
+@dataclass(frozen=True, eq=False)
 class StepOutput:
     """The output of a step.
 
@@ -60,22 +79,16 @@ class StepOutput:
         logits: (B, V) of the reduced stream.
         maybe_infeasible: () bool, whether some block may not be able to take up the context, or a
             logit is not finite.
-        factors, notes: of every block; the notes for its diagnostics.
-        misses: (L, B), the number of elements that an exact factor of each block misses.
-            activations: of every block, with the context. Both None for other updates.
+        details: gives the rest, which few steps need.
         is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
     """
 
     logits: Tensor
     maybe_infeasible: Tensor
-    factors: list[Factors]
-    notes: list[list[Note]]
+    details: Callable[[], StepDetails]
     is_overwritten: Callable[[], bool] | None = None
-    misses: Tensor | None = None
-    activations: list[BlockActivations] | None = None
 
 
-register_dataclass(StepOutput)  # so that a compiled step's output can be flattened
 RunStep = Callable[[], StepOutput]
 
 
@@ -182,7 +195,8 @@ class DecodeStep:
         flag, activations = maybe_infeasible(notes, logits), None
         if misses is not None:
             flag, activations = flag | misses.any(), [recorder.context for recorder in recorders]
-        return StepOutput(logits, flag, factors, notes, misses=misses, activations=activations)
+        details = StepDetails(factors, notes, misses, activations)
+        return StepOutput(logits, flag, lambda: details)
 
     @cached_property
     def _overrides(self) -> ForwardOverrides:

@@ -46,10 +46,12 @@ class StepPlans:
     Attributes:
         attached: the model.
         compiled: the last compiled steps, by everything that they depend on.
+        warned: the reasons against a program that were given already.
     """
 
     attached: AttachedModel
     compiled: dict[Any, Any] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
     # by mode and what the model ran; the reason in place of a plan that it does not allow
     _tried: dict[tuple[Any, ...], OnePass | str] = field(default_factory=dict)
     _weights: str | None = None  # the fingerprint then, if the plans depend on it

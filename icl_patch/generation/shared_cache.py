@@ -130,8 +130,9 @@ class SharedCacheStreams:
         def forward(x: Tensor) -> Tensor:
             if self._reduced is None:
                 raise other_attention(self._model)
-            reduced, self._reduced = self._reduced.reshape(x.shape), None
-            return original(torch.stack([x, reduced]))
+            reduced, self._reduced = self._reduced, None
+            both = torch.cat([x.reshape(reduced.shape), reduced])
+            return original(both.view(2, *x.shape))
 
         return forward
 

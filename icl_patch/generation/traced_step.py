@@ -12,28 +12,13 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.graph_partition import in_regions
-from icl_patch.generation.one_pass import DecodeStep, StepOutput
-
-
-class _NoHostReads(TorchFunctionMode):
-    """Within this context reading a tensor's numbers on the host raises an error, because a trace
-    would keep the numbers of this pass.
-    """
-
-    _READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
-
-    def __torch_function__(
-        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function in self._READS:
-            raise RuntimeError(f"it reads a tensor's numbers on the host ({function.__name__})")
-        return function(*args, **kwargs or {})
+from icl_patch.generation.one_pass import DecodeStep, StepDetails, StepOutput
+from icl_patch.generation.operator_recorder import NoHostReads
 
 
 class TracedStep:
@@ -65,16 +50,17 @@ class TracedStep:
             reason = str(cause).partition("\n")[0]
             raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
         leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
-        output: StepOutput = tree_unflatten(leaves, self._tree)
-        return output
+        logits, flag, details = tree_unflatten(leaves, self._tree)
+        return StepOutput(logits, flag, lambda: details)
 
     def _first_run(self) -> list[Tensor]:
         """Trace the step, and run the compiled graph on the same token."""
-        outputs: list[StepOutput] = []
+        outputs: list[tuple[Tensor, Tensor, StepDetails]] = []
         expected: list[Tensor] = []
 
         def run() -> list[Tensor]:
-            outputs.append(self._step())
+            output = self._step()
+            outputs.append((output.logits, output.maybe_infeasible, output.details()))
             leaves, self._tree = tree_flatten(outputs[0])
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             expected[:] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -82,7 +68,7 @@ class TracedStep:
 
         # One fake mode for all tensors: make_fx would make one for each, in half of its time.
         one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
-        with one_mode, _NoHostReads():
+        with one_mode, NoHostReads():
             traced = make_fx(run)()
         plan, free = self._step.plan, _free_tensors(outputs[0], expected)
         attached, fixed = plan.attached, plan.keeps_bits
@@ -105,8 +91,11 @@ class TracedStep:
         return tensors
 
 
-def _free_tensors(output: StepOutput, tensors: Sequence[Tensor]) -> frozenset[int]:
+def _free_tensors(
+    output: tuple[Tensor, Tensor, StepDetails], tensors: Sequence[Tensor]
+) -> frozenset[int]:
     """The numbers of the output's tensors whose bits no replay depends on: the diagnostics."""
-    fixed = tree_leaves((output.logits, output.factors, output.misses, output.activations))
+    logits, _, details = output
+    fixed = tree_leaves((logits, details.factors, details.misses, details.activations))
     addresses = {id(tensor) for tensor in fixed}
     return frozenset(n for n, tensor in enumerate(tensors) if id(tensor) not in addresses)

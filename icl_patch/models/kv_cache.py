@@ -119,8 +119,8 @@ class FixedLayer(StaticLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write the token's keys and values; returns the whole buffers."""
         assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, self._slot, key_states)
-        self.values.index_copy_(2, self._slot, value_states)
+        self.keys.index_copy_(2, self._slot, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self._slot, value_states.to(self.values.dtype))
         return self.keys, self.values
 
 

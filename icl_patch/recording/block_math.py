@@ -166,11 +166,12 @@ def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) 
     """``u = h_target - h_down`` and ``m'`` with ``m' ⊙ Norm(h_target) = delta + m ⊙ Norm(h_down)``:
     the stable update of a scale writer. W_down changes by ``u vᵀ`` as in :func:`weight_update`.
 
-    delta, hidden_down: (..., d), any float dtype; scale: m, (d,); eps: the norm's. How h_target is
-    found is in :mod:`icl_patch.ops.stable_update`.
+    delta, hidden_down: (..., d), any float dtype; scale: m, (d,) or one for each row; eps: the
+    norm's. How h_target is found is in :mod:`icl_patch.ops.stable_update`.
     Source: Goldwaser et al. (2025), Appendix B.
     """
     shape = hidden_down.shape
+    scale = scale if scale.dim() == 1 else scale.flatten(0, -2)
     stable = ops.stable_scale(delta.flatten(0, -2), scale, hidden_down.flatten(0, -2), eps)
     status = stable.status.reshape(shape[:-1])
     return StableScale(stable.u.reshape(shape), stable.new_scale.reshape(shape), status)

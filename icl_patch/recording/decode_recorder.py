@@ -10,6 +10,7 @@ the same bits, and only one of them continues.
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 from typing import Any
@@ -170,6 +171,30 @@ class InexactDecodeRecorder(DecodeRecorder):
         return (y + self.unflat(direction.coeff) * self._factors[layer, "u"]).to(dtype)
 
 
+@dataclass(eq=False)
+class WaitingWriter:
+    """An output matrix whose factors are chosen after the pass.
+
+    Attributes:
+        layer, h, y: the module, its input (B, 1, K) and plain output (B, 1, d) without the context.
+        dtype: of its output.
+        norm: the norm that reads the output, of a scale writer.
+    """
+
+    layer: PatchedLinear
+    h: Tensor
+    y: Tensor
+    dtype: torch.dtype
+    norm: PatchedRMSNorm | None = None
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Equal for writers whose factors can be chosen in one call."""
+        shapes = self.h.shape, self.y.shape, self.h.dtype, self.y.dtype, self.dtype
+        norm = self.norm
+        return (*shapes, *(() if norm is None else (norm.eps, norm.cast_first, norm.scale_offset)))
+
+
 class ExactDecodeRecorder(DecodeRecorder):
     """The recorder of an exact step: :func:`close_blocks` chooses the factor after the pass.
 
@@ -181,8 +206,7 @@ class ExactDecodeRecorder(DecodeRecorder):
 
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
-    # of a weight writer: the module, its input h (B, 1, K) and output (B, 1, d)
-    waiting: tuple[PatchedLinear, Tensor, Tensor] | None = None
+    waiting: WaitingWriter | None = None
 
     def __init__(self, *arguments: Any, writer_first: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -215,13 +239,42 @@ class ExactDecodeRecorder(DecodeRecorder):
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm
         reads it.
         """
-        waits = self.spec.writer is Writer.WEIGHT and not self.spec.mixer
+        spec = self.spec
+        waits = spec.writer is Writer.WEIGHT and not spec.mixer
+        if spec.writer is Writer.SCALE and spec.addend is None:
+            waits = layer.group is None
         if not waits or self.delta is None:
             return super().down(layer, h)
         plain, dtype = layer.plain(h, self.rows)
         y_ctx, y = self.split(plain)
-        self.waiting = layer, self.split(h)[1], y  # alike blocks are written at once, at the end
-        return self.join(y_ctx, torch.zeros_like(y, dtype=dtype), plain)
+        # alike blocks are written at once, at the end
+        self.waiting = WaitingWriter(layer, self.split(h)[1], y, dtype)
+        return self.join(y_ctx.to(dtype), torch.zeros_like(y, dtype=dtype), plain)
+
+    def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+        """The scale writer's output with the context, and 0 for the rows without it."""
+        if self.waiting is None:
+            return super().norm(layer, x)
+        self.waiting.norm = layer
+        return self._with_context_alone(layer, x)
+
+    def keep_stable(
+        self,
+        norm: PatchedRMSNorm,
+        u: Tensor,
+        v: Tensor,
+        inverse: Tensor,
+        status: Tensor,
+        new_scale: Tensor,
+        gain: Tensor,
+    ) -> None:
+        """Keep the factors (B, 1, ·) of a scale writer; its scale m' is still to be chosen."""
+        assert self.waiting is not None
+        self.note("inversion", status)
+        self.refuse_zero(inverse, u)
+        self.keep(self.waiting.layer, u=u, v=v)
+        self.keep(norm, new_scale=new_scale)
+        self.postpone(torch.zeros_like(gain), gain, norm, "new_scale")
 
     def written(self, _layer: PatchedLinear, _h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         """0: the factor is chosen after the pass."""
@@ -235,7 +288,10 @@ class ExactDecodeRecorder(DecodeRecorder):
         assert found is not None
         self._beside = self.split(found)[1]
 
-    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
+    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, _new_scale: Tensor) -> Tensor:
+        return self._with_context_alone(layer, x)
+
+    def _with_context_alone(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """The norm's output with the context, and 0 for the rows without it."""
         with_context = layer.base_layer(self.split(x)[0])
         return self.join(with_context, torch.zeros_like(with_context), x)
@@ -278,20 +334,46 @@ def close_blocks(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
 
 
 def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
-    """Keep the factors that weight writers start from, those of alike blocks at once."""
-
-    def form(recorder: ExactDecodeRecorder) -> list[Any]:
-        return [(x.shape, x.dtype) for x in (recorder.waiting or ())[1:]]
-
-    for _, group in groupby(recorders, form):
+    """Keep the factors that exact weight and scale writers start from, of alike blocks at once."""
+    for _, group in groupby(recorders, lambda recorder: recorder.waiting and recorder.waiting.form):
         alike = list(group)
-        layers, *tensors = zip(*(recorder.waiting or () for recorder in alike), strict=True)
-        h, y = map(torch.stack, tensors)
+        waiting = [recorder.waiting for recorder in alike if recorder.waiting is not None]
+        h, y = (torch.stack(parts) for parts in zip(*((x.h, x.y) for x in waiting), strict=True))
         target = torch.stack([recorder.writer_target() for recorder in alike])
+        norms = [x.norm for x in waiting if x.norm is not None]
+        if norms:
+            _write_scales(alike, norms, h, y, target)
+            continue
         u, (v, inverse, _) = block_math.weight_update(target, h, torch.float64)
         parts = (y.double(), u, v, inverse, block_math.weight_gain(h, v))
-        for recorder, layer, *factors in zip(alike, layers, *parts, strict=True):
-            recorder.keep_written(layer, *factors)
+        for recorder, writer, *factors in zip(alike, waiting, *parts, strict=True):
+            recorder.keep_written(writer.layer, *factors)
+
+
+def _write_scales(
+    recorders: Sequence[ExactDecodeRecorder],
+    norms: Sequence[PatchedRMSNorm],
+    h: Tensor,
+    y: Tensor,
+    target: Tensor,
+) -> None:
+    """Keep the stable update that exact scale writers start from.
+
+    h (L, B, 1, K), y and target (L, B, 1, d): the input and plain output of every block's output
+    matrix, and the change of its norm's output.
+    """
+    first, scales = norms[0], torch.stack([norm.scale for norm in norms])
+    scale = scales[:, None, None].expand(y.shape)
+    u, new_scale, status = block_math.stable_scale(target, scale, y, first.eps)
+    flat = block_math.read_direction(h.flatten(0, -2))
+    v, inverse = flat.v.reshape(h.shape), flat.inverse_norm2.reshape(h.shape[:-1])
+    assert recorders[0].waiting is not None
+    dtype = recorders[0].waiting.dtype
+    u = u + block_math.off_zero(block_math.add_rank_one(y, h, u, v, dtype), y)
+    gain = first.normalize(block_math.add_rank_one(y, h, u, v, dtype))
+    parts = (u, v, inverse, status, new_scale, gain)
+    for recorder, norm, *factors in zip(recorders, norms, *parts, strict=True):
+        recorder.keep_stable(norm, *factors)
 
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:

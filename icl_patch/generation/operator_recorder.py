@@ -1,0 +1,207 @@
+"""Recording the operators of a decode step as it runs.
+
+A value is known by its memory. A view is where and how it lies in the memory that an operator has
+made, so a chain of reshapes is one view.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_READ = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor in the memory of value ``of``: how it lies there."""
+
+    of: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def at(cls, of: int, tensor: Tensor) -> "View":
+        """A tensor in the memory of value ``of``."""
+        return cls.over(of, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    @classmethod
+    def over(cls, of: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> "View":
+        """A view with the strides that a contiguous tensor has where they do not matter."""
+        strides, rows = [], 1
+        for length, step in zip(size[::-1], stride[::-1], strict=True):
+            strides.append(rows if length == 1 else step)
+            rows = strides[-1] * length
+        return cls(of, size, tuple(strides[::-1]), offset)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one behind the other."""
+        rows = 1
+        for size, stride in zip(self.size[::-1], self.stride[::-1], strict=True):
+            if stride != rows:
+                return False
+            rows *= size
+        return True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its size, as that of a tensor."""
+        return self.size
+
+    def reshaped(self, size: tuple[int, ...]) -> "View":
+        """The same elements of a contiguous view in another shape."""
+        strides, rows = [], 1
+        for length in size[::-1]:
+            strides.append(rows)
+            rows *= length
+        return View(self.of, size, tuple(strides[::-1]), self.offset)
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return torch.Size(self.size).numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of an operator; ``made`` are the numbers of the values that it made, None for a result
+    in its inputs' memory. ``several``: whether it returns a tuple.
+    """
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[int | None, ...]
+    several: bool
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes an input."""
+        mutable: bool = self.target._schema.is_mutable
+        return mutable
+
+
+def tensors_in(part: Any) -> list[Any]:
+    """The tensors and views in the arguments or results of a call."""
+    return [x for x in tree_leaves(part) if isinstance(x, (Tensor, View))]
+
+
+def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
+    """Arguments of a call, with each tensor and view replaced."""
+    if isinstance(part, (tuple, list)):
+        return type(part)(mapped(x, function) for x in part)
+    if isinstance(part, dict):
+        return {name: mapped(x, function) for name, x in part.items()}
+    return function(part) if isinstance(part, (Tensor, View)) else part
+
+
+def _reads_numbers(function: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the host gets to know numbers, or a shape that depends on them."""
+    if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+        return any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1]))
+    return any(tag in function.tags for tag in _READ)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tells memory apart, as long as it is in use."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+class NoHostReads(TorchFunctionMode):
+    """Within this context reading a tensor's numbers on the host, which no operator does, raises an
+    error.
+    """
+
+    _READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in self._READS:
+            raise RuntimeError(f"it reads a tensor's numbers on the host ({function.__name__})")
+        return function(*args, **kwargs or {})
+
+
+class Recorder(TorchDispatchMode):
+    """Within this context the operators that run are kept, in order.
+
+    Attributes:
+        values: what they made, which stays alive: no other tensor gets its memory.
+        written: the memory that an operator wrote into.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.values: list[Tensor] = []
+        self.written: set[int] = set()
+        self._number: dict[tuple[int, torch.dtype], int] = {}
+        self._made: set[int] = set()  # the values' memory
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if not isinstance(function, OpOverload) or _reads_numbers(function, args):
+            raise RuntimeError(f"it reads a tensor's numbers on the host ({function})")
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise RuntimeError(f"it draws random numbers ({function})")
+        several = isinstance(result, (tuple, list))
+        given = {memory_of(x) for x in tensors_in((args, kwargs))}
+        arguments, keywords = self.known(args), self.known(kwargs)
+        made = tuple(self._keep(x, given) for x in (result if several else (result,)))
+        call = Call(function, arguments, keywords, made, several)
+        if call.writes:
+            pairs = zip(function._schema.arguments, args, strict=False)
+            named = (
+                (of, kwargs[of.name]) for of in function._schema.arguments if of.name in kwargs
+            )
+            for of, x in (*pairs, *named):
+                if of.alias_info is not None and of.alias_info.is_write:
+                    self.written |= {memory_of(y) for y in tensors_in(x)}
+        if call.writes or any(number is not None for number in made):
+            self.calls.append(call)
+        return result
+
+    def _keep(self, result: Any, given: set[int]) -> int | None:
+        """The number of a new value; None for one in the memory of an input."""
+        if not isinstance(result, Tensor):
+            return None
+        memory = memory_of(result)
+        place = memory, result.dtype
+        if memory in given and (memory not in self._made or place in self._number):
+            return None
+        self._made.add(memory)
+        self._number[place] = number = len(self.values)
+        self.values.append(result)
+        return number
+
+    def known(self, part: Any) -> Any:
+        """Tensors that were recorded as views; others, from before the step, stay tensors."""
+
+        def view(x: Any) -> Any:
+            number = self._number.get((memory_of(x), x.dtype))
+            return x if number is None else View.at(number, x)
+
+        return mapped(part, view)
+
+
+def key_of(part: Any) -> Any:
+    """Equal for the same call of the same tensors."""
+    if isinstance(part, (tuple, list)):
+        return tuple(key_of(x) for x in part)
+    if isinstance(part, dict):
+        return tuple((name, key_of(x)) for name, x in part.items())
+    if isinstance(part, Tensor):
+        return memory_of(part), part.dtype, View.at(-1, part)
+    return type(part), part

@@ -1,0 +1,217 @@
+"""A decode step as a program: a flat list of operators, written out as Python source.
+
+A step is recorded once, as it runs: the model's own code, and the recorders that compute the
+update in it, leave nothing but the operators that they called. What a later step would compute
+again, or for nobody, is left out, and the rest becomes one Python function. It gives every bit of
+the step that was recorded, for less than half of its time on the host, and its source shows what
+happens to a token in each block.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from icl_patch.generation.operator_recorder import (
+    Call,
+    NoHostReads,
+    Recorder,
+    View,
+    key_of,
+    mapped,
+    memory_of,
+    tensors_in,
+)
+from icl_patch.generation.program_source import Source
+
+_aten = torch.ops.aten
+# What these make depends on their input's shape alone.
+_OF_SHAPES = {_aten.zeros_like, _aten.ones_like, _aten.full_like}
+_OF_SHAPES |= {_aten.new_zeros, _aten.new_ones, _aten.new_full}
+_COPIES = frozenset((_aten.clone, _aten._to_copy))
+_ELEMENTWISE = frozenset((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor))
+
+
+class _Simplified:
+    """The calls that a program makes, of those that were recorded.
+
+    Left out are calls whose result is the same in every step, copies of what nobody changes, and
+    what was computed before. Sums and products of rows are computed as rows, without the axes of
+    length 1 around them, which would cost a view before and behind.
+
+    Attributes:
+        calls: in order. outputs: the tensors and views that the program gives.
+        whole: how each value lies in its memory.
+    """
+
+    def __init__(self, recorder: Recorder, outputs: Iterable[Any]) -> None:
+        self._values, self._written = recorder.values, recorder.written
+        self.whole = [View.at(number, value) for number, value in enumerate(recorder.values)]
+        self._instead: dict[int, View | Tensor] = {}
+        # of values that others were put together in: where each begins that is not the same always
+        self._parts: dict[int, list[tuple[int, View]]] = {}
+        self._constant: set[int] = set()  # memory of what is the same in every step
+        self._before: dict[Any, Call] = {}
+        calls = [call for x in recorder.calls if (call := self._simplified(x)) is not None]
+        self.outputs = [self._resolved(x) for x in outputs]
+        needed = {x.of for x in self.outputs if isinstance(x, View)}
+        self.calls: list[Call] = []
+        for call in reversed(calls):
+            if call.writes or needed & {*call.made}:
+                self.calls.append(call)
+                needed |= {
+                    x.of for x in tensors_in((call.args, call.kwargs)) if isinstance(x, View)
+                }
+        self.calls.reverse()
+
+    def _resolved(self, x: View | Tensor) -> View | Tensor:
+        """What stands for a tensor in the program."""
+        if isinstance(x, Tensor):
+            return x
+        for start, part in self._parts.get(x.of, ()) if x.is_contiguous else ():
+            if start <= x.offset and x.offset + x.elements <= start + part.elements:
+                return replace(x, of=part.of, offset=x.offset - start + part.offset)
+        if (instead := self._instead.get(x.of)) is None:
+            return x
+        if isinstance(instead, Tensor):
+            return instead.as_strided(x.size, x.stride, x.offset)
+        # of a copy or an earlier result, whose values lie in the same order
+        shift = instead.offset - int(self._values[x.of].storage_offset())
+        return replace(x, of=instead.of, offset=x.offset + shift)
+
+    def _simplified(self, call: Call) -> Call | None:
+        args, kwargs = (mapped(x, self._resolved) for x in (call.args, call.kwargs))
+        call = replace(call, args=args, kwargs=kwargs)
+        made = [number for number in call.made if number is not None]
+        if call.writes or any(memory_of(self._values[number]) in self._written for number in made):
+            return call
+        given = tensors_in((args, kwargs))
+        packet = call.target.overloadpacket
+        if packet in _OF_SHAPES or all(self._is_constant(x) for x in given):
+            for number in made:
+                self._instead[number] = self._values[number]
+                self._constant.add(memory_of(self._values[number]))
+            return None
+        if any(self._memory_of(x) in self._written for x in given):
+            return call
+        if packet in _COPIES and self._is_copy(given[0], self._values[made[0]]):
+            self._instead[made[0]] = given[0]
+            return None
+        before = self._before.setdefault(key_of((call.target, args, kwargs)), call)
+        if before is call:
+            return self._of_rows(call)
+        for again, first in zip(call.made, before.made, strict=True):
+            if again is not None and first is not None:
+                self._instead[again] = View.at(first, self._values[first])
+        return None
+
+    def _of_rows(self, call: Call) -> Call:
+        """The call without the axes along which its operands and its result have the length 1."""
+        number, result = call.made[0], self.whole[call.made[0] or 0]
+        is_cat = call.target is _aten.cat.default and call.args[1:] in ((), (0,))
+        operands = list(call.args[0] if is_cat else call.args)
+        if not is_cat and not (call.target in _ELEMENTWISE and len(operands) == 2):
+            return call
+        views = [x if isinstance(x, View) else View.at(-1, x) for x in tensors_in(operands)]
+        size = result.size
+        if call.kwargs or len(views) < 2 or not all(x.is_contiguous for x in (result, *views)):
+            return call
+        axes = [a for a, n in enumerate(size) if n > 1 or a == len(size) - 1 or (is_cat and not a)]
+        if len(axes) == 1:
+            axes = [max(0, axes[0] - 1), *axes]
+        if len(axes) == len(size) or len(axes) != len({*axes}):
+            return call
+
+        def rows(x: View | Tensor) -> View | Tensor:
+            padded = (*[1] * (len(size) - len(x.shape)), *x.shape)
+            short = tuple(padded[axis] for axis in axes)
+            return x.view(short) if isinstance(x, Tensor) else x.reshaped(short)
+
+        assert number is not None
+        if is_cat and not axes[0]:
+            self._parts[number] = [*_places(operands)]
+        self.whole[number] = result.reshaped(tuple(size[axis] for axis in axes))
+        operands = mapped(operands, rows)
+        return replace(call, args=(operands, *call.args[1:]) if is_cat else tuple(operands))
+
+    def _is_constant(self, x: View | Tensor) -> bool:
+        return isinstance(x, Tensor) and memory_of(x) in self._constant
+
+    def _memory_of(self, x: View | Tensor) -> int:
+        return memory_of(x if isinstance(x, Tensor) else self._values[x.of])
+
+    def _is_copy(self, x: View | Tensor, copy: Tensor) -> bool:
+        """Whether a copy lies in its memory as ``x``, which a call has made, in its own."""
+        if isinstance(x, Tensor) or self._values[x.of].dtype != copy.dtype:
+            return False
+        other = View.at(-1, copy)
+        return x.size == other.size and x.stride == other.stride
+
+
+def _places(parts: Iterable[View | Tensor]) -> Iterator[tuple[int, View]]:
+    """Where each of the contiguous tensors that are put one behind the other begins."""
+    start = 0
+    for part in parts:
+        if isinstance(part, View):
+            yield start, part
+        start += math.prod(part.shape)
+
+
+class StepProgram:
+    """A step as one Python function.
+
+    Args:
+        run: the step; what it returns is flattened, and its tensors are the program's outputs.
+        names: tensors that a step finds: parameters and buffers by their paths, and its inputs.
+        sections: paths of modules, whose parts of the source get a heading.
+
+    Attributes:
+        source: of the function.
+        first: what ``run`` returned.
+
+    Raises:
+        RuntimeError: the step depends on numbers that it read on the host, or on random ones.
+    """
+
+    def __init__(
+        self, run: Callable[[], list[Any]], names: Mapping[str, Tensor], sections: Iterable[str]
+    ) -> None:
+        recorder = Recorder()
+        with ExitStack() as stack:
+            stack.enter_context(NoHostReads())
+            stack.enter_context(recorder)
+            self.first = run()
+        outputs = [recorder.known(x) for x in self.first]
+        simplified = _Simplified(recorder, [x for x in outputs if isinstance(x, (Tensor, View))])
+        left = iter(simplified.outputs)
+        # A leaf that is no tensor stays as it is.
+        self._leaves = [next(left) if isinstance(x, (Tensor, View)) else x for x in outputs]
+        writing = Source(simplified.whole, names, tuple(sections))
+        returned = sorted({x.of for x in self._leaves if isinstance(x, View)})
+        self._place = {of: place for place, of in enumerate(returned)}
+        self._whole = simplified.whole
+        self.source = writing.function(simplified.calls, returned)
+        self._function = writing.compiled(self.source)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Run a step; returns what :meth:`leaf` takes."""
+        made: tuple[Tensor, ...] = self._function()
+        return made
+
+    def __len__(self) -> int:
+        """The number of outputs."""
+        return len(self._leaves)
+
+    def leaf(self, made: tuple[Tensor, ...], number: int) -> Any:
+        """An output of a step, by its number."""
+        leaf = self._leaves[number]
+        if not isinstance(leaf, View):
+            return leaf
+        whole = made[self._place[leaf.of]]
+        if leaf == self._whole[leaf.of]:
+            return whole
+        return whole.as_strided(leaf.size, leaf.stride, leaf.offset)

@@ -1,0 +1,278 @@
+"""A decode step that is recorded as a program: every bit of the model's own code, and a source that
+one can read.
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.numeric import replay_error
+from support.patchers import IDS
+from support.random_models import build, ragged, shallow, tokens
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from icl_patch import ContextPatcher
+from icl_patch.errors import SlowerStepsWarning
+from icl_patch.generation.compiled_step import use_program
+from icl_patch.generation.decode_step import DecodeState, decode_one_token, prefill
+from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation.one_pass import StepOutput
+from icl_patch.generation.recorded_step import RecordedStep
+from icl_patch.generation.step_program import StepProgram
+
+STEPS = 16  # the fewest for which there is a program
+
+
+def steps_of(patcher: ContextPatcher, **arguments: Any) -> list[GenerationStep]:
+    options = {"context_ids": IDS, "max_new_tokens": STEPS, "eos_token_id": None} | arguments
+    return list(patcher.generate(**options))
+
+
+def state_of(patcher: ContextPatcher, ids: Tensor, mask: Tensor) -> DecodeState:
+    plan = patcher.plans.choose()
+    return prefill(patcher.attached_model, plan, ids, mask, ids.shape[1] + STEPS, reserve=False)
+
+
+def leaves(output: StepOutput) -> list[Any]:
+    return tree_leaves((output.logits, output.maybe_infeasible, output.details()))
+
+
+def all_bits(found: list[Any], wanted: list[Any]) -> bool:
+    pairs = list(zip(found, wanted, strict=True))
+    bits = [
+        [x.contiguous().flatten().view(torch.uint8) for x in pair]
+        for pair in pairs
+        if isinstance(pair[0], Tensor)
+    ]
+    return len(bits) > 4 and all(torch.equal(*pair) for pair in bits)
+
+
+# Norms behind the MLP and windows that fill, biases, experts, parallel and post-LN blocks.
+FAMILIES = ("gemma3", "llama", "gpt2", "cohere2", "qwen3_moe", "opt-post-norm")
+
+
+@pytest.mark.parametrize("update", ["exact", "stable"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_program_has_every_bit_of_the_models_own_code(family: str, update: str) -> None:
+    """Ragged rows in two dtypes: logits, factors, misses and diagnostics of later tokens."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = shallow(family, dtype=dtype)
+        ids = tokens(0, 3, 8 + 7) % model.config.vocab_size
+        with ContextPatcher(model, update) as patcher, torch.no_grad():
+            state = state_of(patcher, ids[:, :8], ragged(3, 8, side="left"))
+            assert use_program(patcher.plans, state) is not None
+            recorded = state.run
+            assert isinstance(recorded, RecordedStep)
+            for column in range(7, 15):
+                state.advance(ids[:, column])
+                wanted = leaves(recorded._step())
+                assert all_bits(leaves(recorded()), wanted)
+            assert recorded.program is not None
+            assert recorded._run == recorded._run_program
+
+
+@pytest.mark.parametrize("update", ["exact", "stable"])
+def test_generation_with_and_without(update: str) -> None:
+    """The same tokens, logits and patches; a later context runs the program that is there."""
+    model = shallow("gemma3")
+    with ContextPatcher(model, update) as patcher:
+        assert patcher.step_source is None
+        wanted = steps_of(patcher, compile=False)
+        assert patcher.step_source is None
+        found = steps_of(patcher)
+        source = patcher.step_source
+        assert source is not None
+        for step, other in zip(found, wanted, strict=True):
+            assert torch.equal(step.logits, other.logits)
+            assert step.patch.layers[0].keys() == other.patch.layers[0].keys()
+            for layer, factors in zip(step.patch.layers, other.patch.layers, strict=True):
+                assert all(torch.equal(layer[name], factors[name]) for name in factors)
+        assert replay_error(patcher, found[-1]).max() <= (0 if update == "exact" else 1e-5)
+        (before,) = patcher.plans.compiled.values()
+        steps_of(patcher, context_ids=tokens(5, *IDS.shape))
+        (after,) = patcher.plans.compiled.values()
+        assert after is before and patcher.step_source == source
+
+
+def test_few_tokens_are_not_worth_a_program() -> None:
+    with ContextPatcher(shallow("llama")) as patcher:
+        steps_of(patcher, max_new_tokens=15)
+        assert patcher.step_source is None
+        steps_of(patcher, max_new_tokens=16)
+        assert patcher.step_source is not None
+
+
+def of_source(source: str, block: int) -> list[str]:
+    """The lines of a block."""
+    return re.split(r"\n +# model\.layers\.\d+\n", source)[1:][block].strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"), [pytest.param("llama", 30, id="llama"), ("gemma3", 38)]
+)
+def test_a_block_is_one_screen(family: str, limit: int) -> None:
+    """Each block's part of the source has the same operators, and no more than that; it names the
+    weights, and shows where the update is read and written.
+    """
+    with ContextPatcher(build(family, num_hidden_layers=3), "exact") as patcher:
+        steps_of(patcher, context_ids=IDS[:1])
+        source = patcher.step_source
+        assert source is not None
+    blocks = [of_source(source, number) for number in (0, 1)]
+    assert [x.partition(" = ")[2].partition("(")[0] for x in blocks[1]].count("record_linear") == 2
+    assert len(blocks[1]) <= limit, blocks[1]
+    for weight in ("self_attn_q_proj", "mlp_up_proj", "mlp_down_proj"):
+        assert any(f"layers_1_{weight}_weight" in line for line in blocks[1])
+
+
+# -- what a program must not keep silently
+
+
+class _Numbered(nn.Module):
+    """An embedding whose forward is another one."""
+
+    def __init__(self, model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.base, self.change = model.model.embed_tokens, change
+        model.model.embed_tokens = self
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.base.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.change(self.base(ids))
+
+
+class _Counter:
+    """Scales by a number that the host counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += x.shape[1] == 1
+        return x * (1 + self.calls / 8)
+
+
+PLANTED = {
+    "a number of the host": (_Counter, "its program gives other bits than the step"),
+    "item": (lambda: lambda x: x * float(x.abs().amax().item()), "reads a tensor's numbers"),
+    "tolist": (lambda: lambda x: x * max(x.flatten().tolist()), "reads a tensor's numbers"),
+    "numpy": (lambda: lambda x: x * float(x.numpy().max()), "reads a tensor's numbers"),
+    "nonzero": (lambda: lambda x: x + 0 * len(x.nonzero()), "reads a tensor's numbers"),
+    "a mask of booleans": (lambda: lambda x: x * x[x > 0].mean(), "reads a tensor's numbers"),
+    "random numbers": (lambda: lambda x: x + 0 * torch.rand_like(x), "draws random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_a_program_cannot_hold_runs_as_before(name: str) -> None:
+    """With a warning that says why."""
+    change, reason = PLANTED[name]
+    model = build("llama", num_hidden_layers=1)
+    with ContextPatcher(model, "stable") as patcher, torch.no_grad():
+        state = state_of(patcher, IDS, torch.ones_like(IDS, dtype=torch.bool))
+        assert use_program(patcher.plans, state) is not None
+        _Numbered(model, change())
+        with pytest.warns(SlowerStepsWarning, match=reason):
+            for column in range(3):
+                result = decode_one_token(state, IDS[:, column])
+        assert isinstance(state.run, RecordedStep) and state.run.program is None
+        assert torch.equal(result.logits, result.logits) and result.logits.isfinite().all()
+
+
+def test_other_weights_and_autocast_between_two_steps() -> None:
+    """The step then runs the model's own code, and the program again when they are back."""
+    model = build("llama", num_hidden_layers=1)
+    with ContextPatcher(model, "stable") as patcher, torch.no_grad():
+        state = state_of(patcher, IDS, torch.ones_like(IDS, dtype=torch.bool))
+        assert use_program(patcher.plans, state) is not None
+        recorded = state.run
+        assert isinstance(recorded, RecordedStep)
+        for column in range(3):
+            decode_one_token(state, IDS[:, column])
+        plain = leaves(recorded())
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = recorded._step().logits
+            assert torch.equal(recorded().logits, wanted) and not torch.equal(wanted, plain[0])
+        norm = model.model.norm
+        for other in (nn.Parameter(2 * norm.weight), norm.weight):
+            own, norm.weight = norm.weight, other
+            if other is own:
+                norm.weight.data = 3 * norm.weight.data
+            wanted = recorded._step().logits
+            assert torch.equal(recorded().logits, wanted) and not torch.equal(wanted, plain[0])
+            norm.weight = own
+            if other is own:
+                norm.weight.data = norm.weight.data / 3
+        assert recorded.program is not None
+
+
+def test_windows_that_would_grow() -> None:
+    """A layer with a window keeps all tokens in a program, so long contexts run without one."""
+    model = shallow("gemma3")  # a window of 6
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.warns(SlowerStepsWarning, match="would keep 42 tokens, and its window has 6"):
+            steps_of(patcher, context_ids=tokens(0, 1, 26))
+        assert patcher.step_source is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SlowerStepsWarning)
+            steps_of(patcher, context_ids=tokens(0, 1, 26), compile=False)
+            steps_of(patcher, context_ids=tokens(0, 1, 26))  # it is said once
+
+
+# -- programs of functions
+
+
+def program_of(function: Callable[[], Tensor], **names: Tensor) -> StepProgram:
+    with torch.no_grad():
+        return StepProgram(lambda: [function()], names, ())
+
+
+def lines_of(program: StepProgram) -> list[str]:
+    return program.source.splitlines()[1:-1]
+
+
+def test_what_is_left_out() -> None:
+    """Copies, repeated and constant work, unused results, views that undo each other."""
+    x = torch.arange(6.0).reshape(1, 2, 3)
+
+    def step() -> Tensor:
+        unused = x.exp()
+        ones = torch.ones_like(unused[0]) * 2
+        doubled = x + x
+        again = (x + x).clone()
+        return (doubled.view(6).unsqueeze(0).view(1, 2, 3) * again.view(2, 3)) + ones
+
+    program = program_of(step, x=x)
+    assert [line.partition(" = ")[2][:3] for line in lines_of(program)].count("x +") == 1
+    assert not re.search("clone|exp|ones", program.source)
+    for number in (1.0, 7.0):
+        x.fill_(number)
+        assert torch.equal(program.leaf(program(), 0), step())
+
+
+def test_what_is_kept() -> None:
+    """Writes in place, in order; copies of what is written into later; bits of strided memory."""
+    x, memory = torch.randn(4, 3), torch.zeros(4, 3)
+
+    def step() -> Tensor:
+        total = x + 1
+        before = total.clone()
+        total[1:3].mul_(2)
+        memory.copy_(total)
+        return torch.cat([before.T.flip(0), memory.T]) + total.view(-1)[:4]
+
+    program = program_of(step, x=x, memory=memory)
+    for seed in (3, 4):
+        x.copy_(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)))
+        wanted, written = step(), memory.clone()
+        memory.zero_()
+        assert torch.equal(program.leaf(program(), 0), wanted)
+        assert torch.equal(memory, written)
