@@ -352,8 +352,8 @@ class AttachedModel:
         names = names_of(model_inputs)
         if names and (sequences.head_mask & ~sequences.head_absorbed).any():
             raise ValueError(
-                f"expected no prefix beside {', '.join(names)}: a replay runs the prefix without"
-                " them"
+                f"expected keep_first=0 beside {', '.join(names)}, and no tokens before the"
+                " absorbed ones: a replay runs the tokens in front without these inputs"
             )
         cache = kv_cache.new_cache(self.model)
         if sequences.head_ids.shape[1]:

@@ -150,20 +150,18 @@ def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> N
     """
     model = family_model(family, torch.float32)
     prefix, kept = tokens(8, 2, 3), tokens(9, 2, 2)
-    short = 3 if family == "recurrent_gemma" else 2  # its state takes up padding
-    prefix_mask, rows = torch.tensor([[True] * 3, [short == 3, True, True]]), ((0, 3), (1, short))
 
     def alone(*parts: Tensor) -> Tensor:
         return model(torch.cat(parts)[None]).logits[:, -2:]
 
     with torch.no_grad():
         expected = [
-            torch.cat([alone(prefix[row, 3 - n :], CONTEXT[row, :i], kept[row]) for row, n in rows])
+            torch.cat([alone(prefix[row], CONTEXT[row, :i], kept[row]) for row in range(2)])
             for i in range(6)
         ]
     limit = noise_limit(model)
     with ContextPatcher(model, update) as patcher:
-        dynamics = patcher.dynamics(CONTEXT, kept, prefix_ids=prefix, prefix_mask=prefix_mask)
+        dynamics = patcher.dynamics(torch.cat([prefix, CONTEXT], 1), kept, keep_first=3)
         for patch, logits in zip(dynamics.patches, expected, strict=True):
             assert metrics.linf(patcher.forward(kept, patch), logits).max() <= limit
     assert metrics.linf(expected[0], expected[-1]).max() > 0.05
