@@ -335,7 +335,7 @@ class ContextPatcher:
 
     @contextmanager
     def applied(
-        self, patch: ContextPatch, *, row: int = 0, token: int = -1
+        self, patch: ContextPatch, *, row: int = 0, token: int | None = -1
     ) -> Iterator[PreTrainedModel]:
         """Within this context the model's weights are changed by one token's patch, for every token
         that it is given::
@@ -345,20 +345,32 @@ class ContextPatcher:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
         The change is right for the token, history and position that it was computed for, and for no
-        others. All threads see it, as they would see changed weights. Other calls of this patcher,
+        others. With ``token=None`` each kept token has its own change, and a call is a replay, for
+        tools that call the model themselves::
+
+            with patcher.applied(patch, token=None):
+                model(patch.kept_ids, position_ids=patch.position_ids)
+
+        All threads see the changes, as they would see changed weights. Other calls of this patcher,
         and copies of the model, are refused until the context ends.
 
         Args:
             patch: a patch of this model. row, token: the kept token to take the change of; by
-                default the last of the first row.
+                default the last of the first row. None: every kept token of every row its own. Then
+                call the model with all of them at once, behind a cache of ``patch.prefix_ids`` if
+                tokens stay in front.
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
             UnsupportedModelError: the model has experts: a token's patch changes only the experts
-                that this token chose.
+                that this token chose. With ``token=None``: such a call would be no replay, because
+                the model counts windows, chunks or positions through the context.
             ValueError: a patch is applied already, layers of this one were cut out, or there is no
                 such row or token.
+            NonFiniteError, ReplayMismatch: with ``token=None``, as :meth:`forward`.
         """
+        if token is None:
+            self._check_replay(patch.kept_ids, patch, None)
         with self.attached_model.applying(patch, row, token):
             yield self.model
 
