@@ -231,6 +231,8 @@ def test_factorisation_of_a_model(family: str) -> None:
     handle.remove()
     with ContextPatcher(model, "direct" if family != "gemma3" else "stable") as patcher:
         found = factorise(patcher, CONTEXT, KEPT, 1)
+        behind = factorise(patcher, CONTEXT, KEPT, 1, keep_first=2)
+        own = patcher.compute(CONTEXT, KEPT, keep_first=2).layers[1]["readers.v"][:, 0]
         grown = patcher.dynamics(CONTEXT, KEPT).trajectory(f"{path}.weight")
     weight = reader.weight.detach().mT if family == "gpt2" else reader.weight.detach()
     off = noise(model, family)
@@ -241,6 +243,8 @@ def test_factorisation_of_a_model(family: str) -> None:
     assert close(bare, v / v.square().sum(-1, keepdim=True), off)  # both end with the token alone
     assert close(found.total(weight).on(bare), grown.changes[-1, :, 0].on(bare), off)
     assert not close(found.inputs[2], found.inputs[0], 0.01)
+    assert len(behind) == len(found) - 2 and close(behind.inputs[0], seen["z"], off)
+    assert close(behind.inputs[-1], own / own.square().sum(-1, keepdim=True), off)
 
 
 def test_factorisation_needs_readers_one_token_and_no_applied_patch() -> None:

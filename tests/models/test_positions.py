@@ -186,7 +186,8 @@ def test_rows_on_both_sides_of_the_switch_are_refused() -> None:
         ):
             patcher.compute(**inputs)
         for row in range(2):
-            alone = {name: x[row : row + 1] for name, x in inputs.items()}
+            alone = {name: x[row : row + 1] for name, x in inputs.items() if name != "keep_first"}
+            alone |= {"keep_first": inputs["keep_first"]}
             patch, expected = patcher.compute(**alone), one_call(model, assemble(**alone))
             assert off(patcher.forward(patch.kept_ids, patch), expected) <= 1e-5
         with pytest.raises(ValueError, match="rows of 9 to 13 tokens and 4 new ones"):
