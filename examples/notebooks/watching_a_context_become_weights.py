@@ -212,7 +212,9 @@ line.set_ylabel(f"chance of\n“{visible(word)}”")
 line.set_title("What each further token of the context adds\n(dashed: the first one alone)")
 heat_map(axes, steps, context[1:], "step, % of the weights")
 show(figure, "growth")
-print(f"chance of {word!r}: {chance[0]:.2g} behind {context[0]!r}, {chance[-1]:.2g} with the context")
+print(
+    f"chance of {word!r}: {chance[0]:.2g} behind {context[0]!r}, {chance[-1]:.2g} with the context"
+)
 
 cache = model(context_ids, use_cache=True)[1]
 last = model(patch.kept_ids, None, None, cache).logits[0, start + chosen].softmax(-1)

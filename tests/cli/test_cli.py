@@ -146,7 +146,12 @@ ERRORS = [
     ("extract --context a --question b --out a", 2, "ArgumentTypeError", "ending in .safetensors"),
     ("extract --context a --out a.safetensors", 2, "ValueError", "expected --question"),
     ("extract --context a --keep-first -1 --out a", 2, "UsageError", "a number ≥ 0, got -1"),
-    ("generate --question a --keep-first 1 --patch a", 2, "ValueError", "nor --keep-first, with --patch"),
+    (
+        "generate --question a --keep-first 1 --patch a",
+        2,
+        "ValueError",
+        "nor --keep-first, with --patch",
+    ),
     ("extract --context a --layers 1 --out a", 2, "ValueError", "no --layers without --dataset"),
     ("extract --dataset . --layers x --out a", 2, "UsageError", "expected blocks as START:STOP"),
     ("extract --dataset /nowhere --out a", 2, "UsageError", "expected a data set, there is no"),
