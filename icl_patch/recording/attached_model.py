@@ -568,8 +568,8 @@ class AttachedModel:
         error = replay_error(call_logits(self, patch), self.replay_checked(patch), patch.kept_mask)
         if error > self.replay_limit:
             raise UnsupportedModelError(
-                "expected a patch whose kept tokens the model can be called with, got one with which"
-                f" such a call is off by {error:.1g} of the largest logit: without the context the"
+                "expected a patch whose kept tokens the model can be called with, got one with"
+                f" which such a call is off by {error:.1g} of the largest logit: without the context the"
                 " model's windows, chunks or positions are others. Call patcher.forward, with hooks"
                 " to read activations"
             )

@@ -150,7 +150,7 @@ ERRORS = [
         "generate --question a --keep-first 1 --patch a",
         2,
         "ValueError",
-        "nor --keep-first, with --patch",
+        "nor --keep-first, with",
     ),
     ("extract --context a --layers 1 --out a", 2, "ValueError", "no --layers without --dataset"),
     ("extract --dataset . --layers x --out a", 2, "UsageError", "expected blocks as START:STOP"),
