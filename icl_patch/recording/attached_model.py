@@ -569,9 +569,9 @@ class AttachedModel:
         if error > self.replay_limit:
             raise UnsupportedModelError(
                 "expected a patch whose kept tokens the model can be called with, got one with"
-                f" which such a call is off by {error:.1g} of the largest logit: without the context"
-                " the model's windows, chunks or positions are others. Call patcher.forward, with hooks"
-                " to read activations"
+                f" which such a call is off by {error:.1g} of the largest logit: without the"
+                " context the model's windows, chunks or positions are others. Call"
+                " patcher.forward, with hooks to read activations"
             )
 
     # -- patches and their model
