@@ -73,7 +73,7 @@ def heat_map(axes, values, tokens, label, **options):
 The system message is the context. `ask` answers the question, and returns the patch of every token
 of the question and the answer: with it the model needs no context. The first token, such as
 `<bos>`, stays in front (`keep_first=1`). Models look at it from every token, and a patch that took
-its place too would mostly be about that.
+its place too would also make up for that.
 """
 
 # %%
