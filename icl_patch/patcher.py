@@ -171,27 +171,27 @@ class ContextPatcher:
         context_ids: Tensor,
         kept_ids: Tensor | None = None,
         *,
-        prefix_ids: Tensor | None = None,
         context_mask: Tensor | None = None,
         kept_mask: Tensor | None = None,
-        prefix_mask: Tensor | None = None,
+        keep_first: int = 0,
         absorbed: list[tuple[int, int]] | None = None,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         **model_inputs: Any,
     ) -> ContextPatch:
-        """The change of weights with which the model computes on ``[prefix, kept]`` the same as
-        without it on ``[prefix, context, kept]``.
+        """The change of weights with which the model computes on the kept tokens the same as
+        without it on ``[context, kept]``.
 
         Args:
             context_ids: (B, C) int64, left-padded.
             kept_ids: (B, T) int64, right-padded: the tokens that run without the context; each gets
                 its own patch.
-            prefix_ids: (B, P) int64: tokens before the context that stay.
-            context_mask, kept_mask, prefix_mask: bool, True = token.
+            context_mask, kept_mask: bool, True = token.
+            keep_first: how many of every row's first tokens stay in front of the kept tokens, with
+                the patch as without it; 1 keeps ``<bos>``. They are the patch's prefix.
             absorbed: [(start, stop)] columns of ``context_ids`` to absorb, by default all. Tokens
-                before the first absorbed one join the prefix; those after it that are not absorbed
-                are kept tokens, before ``kept_ids``.
+                before the first absorbed one stay too; those after it that are not absorbed are
+                kept tokens, before ``kept_ids``.
             input_ids, attention_mask: transformers' names for ``kept_ids`` and ``kept_mask``:
                 ``compute(context_ids, **tokenizer(question, return_tensors="pt"))``.
             model_inputs: further inputs of the model, for the pass over the tokens before the first
@@ -206,8 +206,9 @@ class ContextPatcher:
             NonFiniteError: the model's dtype cannot hold the outputs of the block named.
             UnsupportedModelError: the model has forward hooks with which the patch would be wrong.
             ValueError: a shape, a mask or a span does not fit; there are more tokens than the model
-                has positions for; there are ``model_inputs`` beside a prefix, or images without the
-                processor's ``mm_token_type_ids`` for a model that numbers their tokens by them.
+                has positions for; there are ``model_inputs`` beside tokens that stay, or images
+                without the processor's ``mm_token_type_ids`` for a model that numbers their tokens
+                by them.
             TypeError: ids or a mask are no tensor, or the model does not take one of
                 ``model_inputs``.
         """
@@ -216,10 +217,9 @@ class ContextPatcher:
         sequences = assemble(
             context_ids,
             either("kept_ids", kept_ids, "input_ids", input_ids),
-            prefix_ids=prefix_ids,
             context_mask=context_mask,
             kept_mask=either("kept_mask", kept_mask, "attention_mask", attention_mask),
-            prefix_mask=prefix_mask,
+            keep_first=keep_first,
             absorbed=absorbed,
         )
         return self.attached_model.compute(sequences, **model_inputs).patch
@@ -230,18 +230,18 @@ class ContextPatcher:
         context_ids: Tensor,
         kept_ids: Tensor,
         *,
-        prefix_ids: Tensor | None = None,
         kept_mask: Tensor | None = None,
-        prefix_mask: Tensor | None = None,
+        keep_first: int = 0,
         layers: slice = slice(None),
     ) -> dynamics.Dynamics:
-        """The implicit learning dynamics: the patches for the context's first 0, 1, … n tokens,
-        which give a trajectory ``W_i`` for every changed parameter.
+        """The implicit learning dynamics: the patches for the context's first 0, 1, … n tokens
+        behind those that stay, which give a trajectory ``W_i`` for every changed parameter.
 
         The kept tokens follow the tokens absorbed so far, at the positions they then have.
 
         Args:
-            context_ids: (B, n) int64, contexts of one length. The others as in :meth:`compute`.
+            context_ids: (B, keep_first + n) int64, contexts of one length. The others as in
+                :meth:`compute`.
             layers: the blocks to keep factors of; all by default. Patches of some blocks only
                 cannot be replayed.
 
@@ -256,15 +256,8 @@ class ContextPatcher:
         """
         self.attached_model.attachment.check_outside()
         self.attached_model.require_attached()
-        sequences = assemble(
-            context_ids,
-            kept_ids,
-            prefix_ids=prefix_ids,
-            kept_mask=kept_mask,
-            prefix_mask=prefix_mask,
-        )
-        start = sequences.head_ids.shape[1] - context_ids.shape[1]
-        return dynamics.grow(self.attached_model, sequences, start, layers)
+        sequences = assemble(context_ids, kept_ids, kept_mask=kept_mask, keep_first=keep_first)
+        return dynamics.grow(self.attached_model, sequences, keep_first, layers)
 
     # -- replay
 
@@ -343,7 +336,7 @@ class ContextPatcher:
 
     @contextmanager
     def applied(
-        self, patch: ContextPatch, *, row: int = 0, token: int = -1
+        self, patch: ContextPatch, *, row: int = 0, token: int | None = -1
     ) -> Iterator[PreTrainedModel]:
         """Within this context the model's weights are changed by one token's patch, for every token
         that it is given::
@@ -353,20 +346,32 @@ class ContextPatcher:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
         The change is right for the token, history and position that it was computed for, and for no
-        others. All threads see it, as they would see changed weights. Other calls of this patcher,
+        others. With ``token=None`` each kept token has its own change, and a call is a replay, for
+        tools that call the model themselves::
+
+            with patcher.applied(patch, token=None):
+                model(patch.kept_ids, position_ids=patch.position_ids)
+
+        All threads see the changes, as they would see changed weights. Other calls of this patcher,
         and copies of the model, are refused until the context ends.
 
         Args:
             patch: a patch of this model. row, token: the kept token to take the change of; by
-                default the last of the first row.
+                default the last of the first row. None: every kept token of every row its own. Then
+                call the model with all of them at once, behind a cache of ``patch.prefix_ids`` if
+                tokens stay in front.
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
             UnsupportedModelError: the model has experts: a token's patch changes only the experts
-                that this token chose.
+                that this token chose. With ``token=None``: such a call would be no replay, because
+                the model counts windows, chunks or positions through the context.
             ValueError: a patch is applied already, layers of this one were cut out, or there is no
                 such row or token.
+            NonFiniteError, ReplayMismatch: with ``token=None``, as :meth:`forward`.
         """
+        if token is None:
+            self._check_replay(patch.kept_ids, patch, None)
         with self.attached_model.applying(patch, row, token):
             yield self.model
 
@@ -382,6 +387,7 @@ class ContextPatcher:
         attention_mask: Tensor | None = None,
         max_new_tokens: int | None = None,
         streamer: BaseStreamer | None = None,
+        keep_first: int = 0,
         mode: str = "auto",
         compile: bool | str = "auto",
         **arguments: Any,
@@ -401,6 +407,7 @@ class ContextPatcher:
             max_new_tokens: the maximum number of steps; by default that of the generation
                 configuration, else 64, or less if the model has fewer positions left.
             streamer: gets the prompt now, and each token when it is chosen.
+            keep_first: as in :meth:`compute`. Steps that keep tokens take two passes.
             mode: how a step runs the rows with the context and the rows without it:
                 ``"two_pass"``: the unmodified model, then the current token alone. It serves every
                 update, and models with forward hooks and a few others need it. Exact steps are
@@ -444,8 +451,9 @@ class ContextPatcher:
             UnsupportedModelError: ``mode`` or ``compile`` does not cover this model, or its forward
                 hooks; or it got some after the first step.
             ValueError, ControllabilityError, NonFiniteError: as :meth:`compute`; ValueError too for
-                more tokens than the model has positions for, or for settings that choose tokens in
-                another way than greedily or by sampling, such as ``num_beams``.
+                more tokens than the model has positions for, for ``keep_first`` with a mode of one
+                pass, or for settings that choose tokens in another way than greedily or by
+                sampling, such as ``num_beams``.
             TypeError: as :meth:`compute`; there are ``inputs_embeds``, or outputs are asked for.
         """
         self.attached_model.attachment.check_outside()
@@ -460,6 +468,7 @@ class ContextPatcher:
             streamer,
             mode,
             compilers,
+            keep_first,
             **arguments,
         )
 
@@ -480,6 +489,7 @@ class ContextPatcher:
         *,
         system: str | None = None,
         chat: bool = False,
+        keep_first: int = 0,
         max_new_tokens: int | None = None,
         streamer: BaseStreamer | None = None,
         mode: str | None = None,
@@ -503,6 +513,8 @@ class ContextPatcher:
                 the chat template writes before it.
             chat: the context begins the user's (first) message of a chat. See
                 :func:`icl_patch.models.prompts.make_prompt`.
+            keep_first: as in :meth:`compute`: how many of the prompt's first tokens stay; 1 keeps
+                ``<bos>``.
             mode: as for :meth:`generate`; by default ``"two_pass"``, as the answer's patch is
                 computed, or ``"auto"`` with ``compile``.
             max_new_tokens, streamer, compile, arguments: as for :meth:`generate`, but one answer
@@ -526,6 +538,7 @@ class ContextPatcher:
             question,
             system=system,
             chat=chat,
+            keep_first=keep_first,
             max_new_tokens=max_new_tokens,
             streamer=streamer,
             mode=mode or ("auto" if compile else "two_pass"),

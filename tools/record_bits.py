@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from rich.console import Console
 from rich.progress import track
@@ -138,10 +139,11 @@ def cases_of(name: str, dtype: torch.dtype) -> Cases:
     """The arguments of ``ContextPatcher.compute``, for a family of tiny models."""
     text = {"context_ids": tokens(0, 3, 11), "kept_ids": tokens(1, 3, 7)}
     text["kept_mask"] = ragged(3, 7, side="right")
-    prefix = {"prefix_ids": tokens(2, 3, 5), "prefix_mask": ragged(3, 5, side="left")}
+    prefix = {"context_ids": torch.cat([tokens(2, 3, 5), text["context_ids"]], 1)}
+    prefix["context_mask"] = F.pad(ragged(3, 5, side="left"), (0, 11), value=True)
     found = {
         "context": text | {"context_mask": ragged(3, 11, side="left")},
-        "prefix": text | prefix | {"absorbed": [(0, 5), (8, 10)]},
+        "prefix": text | prefix | {"absorbed": [(5, 10), (13, 15)]},
     }
     if name in SUPPORTED and SUPPORTED[name].images:
         found["image"] = image_case(SUPPORTED[name].settings, dtype)

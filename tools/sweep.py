@@ -173,10 +173,10 @@ def measure(
     sides = ("left", "left", "right")
     ids, masks = zip(*map(padded, parts, sides), strict=True)
     prefix, context, kept = (x.masked_fill(~mask, 3) for x, mask in zip(ids, masks, strict=True))
-    prefix_mask, _, kept_mask = masks
+    context, kept_mask, width = torch.cat([prefix, context], 1), masks[2], prefix.shape[1]
     more: dict[str, Any] = {"absorbed": scenario.absorbed}
-    if prefix.shape[1]:
-        more |= {"prefix_ids": prefix, "prefix_mask": prefix_mask}
+    if width:
+        more = {"context_mask": torch.cat(masks[:2], 1), "absorbed": [(width, context.shape[1])]}
     with ContextPatcher(model, update) as patcher:
         patch = patcher.compute(context, kept, kept_mask=kept_mask, **more)
         logits = patcher.forward(patch.kept_ids, patch)

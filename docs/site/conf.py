@@ -23,6 +23,7 @@ NAVIGATION = {
     "Start": ["docs/installing"],
     "Your own model": [
         "docs/usage",
+        "docs/activations",
         "Static patches <docs/static>",
         "docs/models",
         "Many prompts, many devices <docs/scale>",

@@ -71,7 +71,9 @@ def heat_map(axes, values, tokens, label, **options):
 ## The context and its patch
 
 The system message is the context. `ask` answers the question, and returns the patch of every token
-of the question and the answer: with it the model needs no context.
+of the question and the answer: with it the model needs no context. The first token, such as
+`<bos>`, stays in front (`keep_first=1`). Models look at it from every token, and a patch that took
+its place too would also make up for that.
 """
 
 # %%
@@ -86,7 +88,7 @@ else:
 context_ids, question_ids = split_ids(tokenizer, prompt)
 context = [tokenizer.decode(token) for token in context_ids[0]]
 patcher = ContextPatcher(model, tokenizer=tokenizer)
-answer = patcher.ask(**given, max_new_tokens=12)
+answer = patcher.ask(**given, max_new_tokens=12, keep_first=1)
 patch = answer.patch
 kept = [tokenizer.decode(token) for token in patch.kept_ids[0]]
 print(f"context: {tokenizer.decode(context_ids[0])!r}\nanswer: {answer.text!r}")
@@ -142,18 +144,18 @@ for token in (0, len(kept) - 1):
 ## 2. Which tokens of the context do they come from?
 
 Leave out one token of the context, compute the patch again, and compare: 0 means that the block
-does not notice, 1 that the difference is as large as the change itself. Special tokens stay.
+does not notice, 1 that the difference is as large as the change itself. Special tokens stay, and
+the first one.
 """
 
 # %%
 ordinary = [
     place
     for place, token in enumerate(context_ids[0].tolist())
-    if token not in tokenizer.all_special_ids
+    if place and token not in tokenizer.all_special_ids
 ]
-sources = attribution(
-    patcher, context_ids, question_ids, [(place, place + 1) for place in ordinary]
-)
+spans = [(place, place + 1) for place in ordinary]
+sources = attribution(patcher, context_ids, question_ids, spans, keep_first=1)
 
 figure, (bars, axes) = plt.subplots(
     2, figsize=(9, 6), layout="constrained", height_ratios=(1, 3), sharex=True
@@ -166,7 +168,8 @@ show(figure, "sources")
 strongest = ordinary[int(sources.mean(1).argmax())]
 print(f"most comes from {context[strongest]!r}")
 
-everything = attribution(patcher, context_ids, question_ids, [(0, context_ids.shape[1])])
+whole = [(1, context_ids.shape[1])]
+everything = attribution(patcher, context_ids, question_ids, whole, keep_first=1)
 assert (everything == 1).all()  # without any context there is no change
 
 # %% [markdown]
@@ -179,7 +182,7 @@ that owes its chance to the context. The line shows this chance.
 """
 
 # %%
-growth = patcher.dynamics(context_ids, patch.kept_ids)
+growth = patcher.dynamics(context_ids, patch.kept_ids, keep_first=1)
 start = question_ids.shape[1] - 1  # where the answer's first word is predicted
 words = torch.cat([patch.kept_ids[0, start + 1 :], expected[0, -1:]])
 logits = torch.stack([part.logits[0, start:] for part in growth.patches])
@@ -206,10 +209,12 @@ line.plot(range(len(growth)), chance[1:].tolist(), marker="o", color="tab:blue")
 line.axhline(float(chance[0]), color="tab:gray", linestyle="--")
 line.set_ylim(-0.05, 1.05)
 line.set_ylabel(f"chance of\n“{visible(word)}”")
-line.set_title("What each further token of the context adds\n(dashed: without any context)")
-heat_map(axes, steps, context, "step, % of the weights")
+line.set_title("What each further token of the context adds\n(dashed: the first one alone)")
+heat_map(axes, steps, context[1:], "step, % of the weights")
 show(figure, "growth")
-print(f"chance of {word!r}: {chance[0]:.2g} without the context, {chance[-1]:.2g} with it")
+print(
+    f"chance of {word!r}: {chance[0]:.2g} behind {context[0]!r}, {chance[-1]:.2g} with the context"
+)
 
 cache = model(context_ids, use_cache=True)[1]
 last = model(patch.kept_ids, None, None, cache).logits[0, start + chosen].softmax(-1)
@@ -218,13 +223,15 @@ assert chance[-1] > chance[0]
 
 # %% [markdown]
 """
-In the first block the token's own input does not depend on the context: all steps share `v`, and
-have rank 1. In later blocks they have rank 2.
+In the first block the token's own input depends on the context only by the distance to the first
+token, which grows. If the first token is absorbed too, all steps share `v` there, and have rank 1.
+In later blocks they have rank 2.
 """
 
 # %%
 reader = f"{patch.blocks[0].path_of(patch.blocks[0].spec.readers[0])}.weight"
-changes = growth.trajectory(reader).changes[1:]
+absorbed = patcher.dynamics(context_ids, patch.kept_ids, layers=slice(1))
+changes = absorbed.trajectory(reader).changes[1:]
 directions = changes.v[:, 0, -1, 0].double()
 spread = (directions - directions[0]).norm(dim=-1).max() / directions[0].norm()
 print(f"first block: directions of the steps differ by {spread:.0e}")
@@ -252,7 +259,7 @@ mute.mlp.gate_proj.weight.zero_()
 figure, columns = plt.subplots(1, 2, figsize=(9, 4.5), layout="constrained", sharey=True)
 for axes, subject, title in zip(columns, (model, broken), ("as trained", "broken"), strict=True):
     with ContextPatcher(subject, "stable") as patcher:
-        judged = controllability(patcher, context_ids, question_ids)
+        judged = controllability(patcher, context_ids, question_ids, keep_first=1)
     holds = torch.tensor(
         [[bool(b.input_controllable.all()), bool(b.output_controllable.all())] for b in judged]
     )

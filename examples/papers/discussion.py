@@ -89,9 +89,9 @@ class Discussion:
 
     def patch(self, prompt: Prompt, *contexts: Sequence[int]) -> ContextPatch:
         """The patch of a question for the contexts in front of it; the first token stays."""
-        context = _ids([token for part in contexts for token in part])
+        context = _ids([token for part in (self.first, *contexts) for token in part])
         with ContextPatcher(self.model, "direct") as patcher:
-            return patcher.compute(context, _ids(prompt.question), prefix_ids=_ids(self.first))
+            return patcher.compute(context, _ids(prompt.question), keep_first=1)
 
     # steering vectors and rank-1 edits
 

@@ -71,14 +71,12 @@ def measure(
 ) -> dict[str, Tensor]:
     """Match and L∞ (B, N, 2) of the tokens of ``run``, by how their patches are held.
 
-    keep_first: columns of the context that stay, from the first on.
+    keep_first: how many of the context's first tokens stay.
     """
     plain, errors = copy.deepcopy(model), {name: [] for name in variants}
     with ContextPatcher(model, update) as patcher:
-        attached, sequences = patcher.attached_model, absorb_all_but_last(run.ids, run.mask)
-        absorbed = sequences.head_absorbed.clone()
-        absorbed[:, :keep_first] = False
-        sequences = replace(sequences, head_absorbed=absorbed)
+        attached = patcher.attached_model
+        sequences = absorb_all_but_last(run.ids, run.mask, keep_first)
         cache = attached.prefill(sequences, **over_columns(run.inputs, run.ids.shape[1] - 1))
         for tokens, logits in zip(run.tokens.unbind(1), run.logits.unbind(1), strict=True):
             patch = attached.compute_from(cache, sequences).patch

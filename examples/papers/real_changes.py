@@ -31,9 +31,11 @@ DISTURBANCE = 1e-4
 
 
 @torch.no_grad()
-def spans(model: AttachedModel, sequences: Sequence[tuple[Tensor, Tensor]], prefix: int) -> Arrays:
+def spans(
+    model: AttachedModel, sequences: Sequence[tuple[Tensor, Tensor]], keep_first: int
+) -> Arrays:
     """The spectra of all tokens' changes ``u_t v_tᵀ`` of each matrix, for contexts (1, C) with
-    their kept tokens (1, T); the first ``prefix`` tokens of a context stay.
+    their kept tokens (1, T); the first ``keep_first`` tokens of a context stay.
 
     Returns:
         By module: ``directions`` (L, 3), the directions that hold :data:`SHARES` of the squared
@@ -42,8 +44,7 @@ def spans(model: AttachedModel, sequences: Sequence[tuple[Tensor, Tensor]], pref
     """
     factors: list[list[dict[str, tuple[Tensor, Tensor]]]] = []
     for context, kept in sequences:
-        first = context[:, :prefix] if prefix else None
-        patch = model.compute(assemble(context[:, prefix:], kept, prefix_ids=first)).patch
+        patch = model.compute(assemble(context, kept, keep_first=keep_first)).patch
         factors.append(_rank_one(patch))
     found: Arrays = {"tokens": np.array(sum(kept.shape[1] for _, kept in sequences))}
     for name in factors[0][0]:
@@ -154,9 +155,7 @@ def sensitivity(model: AttachedModel, context: Tensor, kept: Tensor, seed: int) 
     )
     patches = {
         "replayed": model.compute(assemble(context, kept)).patch,
-        "replayed, first token kept": model.compute(
-            assemble(context[:, 1:], kept, prefix_ids=context[:, :1])
-        ).patch,
+        "replayed, first token kept": model.compute(assemble(context, kept, keep_first=1)).patch,
     }
     runs: dict[str, Callable[[], Tensor]] = {
         "with its context": lambda: _outputs(model, whole)[:, -width:],

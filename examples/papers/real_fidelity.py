@@ -57,7 +57,7 @@ def measure(models: dict[str, AttachedModel], context: Tensor, kept: Tensor) -> 
     (T,), and of each block's output, (L, T); and the sizes of the changes.
     """
     sequences, exact = assemble(context, kept), models["exact"]
-    first = assemble(context[:, 1:], kept, prefix_ids=context[:, :1])
+    first = assemble(context, kept, keep_first=1)
     cache = exact.prefill(sequences)
     computations = {
         run: models[run.split(",")[0]].compute_from(

@@ -91,14 +91,13 @@ def sequences_of(ragged: bool, copies: int = 1) -> dict[str, Any]:
     )
     lengths = torch.tensor([[5, 7], [3, 5], [1, 3]] if ragged else [[5, 7], [5, 5], [5, 3]])
     rows = {
-        "context_ids": context,
+        "context_ids": torch.cat([prefix, context], 1),
+        "context_mask": torch.arange(16).flip(0) < 11 + lengths[:, :1],
         "kept_ids": kept,
-        "prefix_ids": prefix,
-        "prefix_mask": torch.arange(5).flip(0) < lengths[:, :1],
         "kept_mask": torch.arange(7) < lengths[:, 1:],
     }
     repeated = {name: x.repeat(copies, 1) for name, x in rows.items()}
-    return {**repeated, "absorbed": [(0, 5), (8, 10)]}
+    return {**repeated, "absorbed": [(5, 10), (13, 15)]}
 
 
 @torch.no_grad()

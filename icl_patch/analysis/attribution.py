@@ -20,6 +20,7 @@ def attribution(
     kept_ids: Tensor,
     spans: Sequence[tuple[int, int]],
     *,
+    keep_first: int = 0,
     batch_size: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
@@ -40,15 +41,17 @@ def attribution(
     Args:
         patcher: attached to the model; its update computes the patches.
         context_ids: (1, C) int64. kept_ids: (1, T) int64.
-        spans: (start, stop) columns of ``context_ids``, each with ``0 ≤ start < stop ≤ C``.
+        spans: (start, stop) columns of ``context_ids``, each with ``keep_first ≤ start < stop ≤
+            C``.
+        keep_first: as in :meth:`icl_patch.ContextPatcher.compute`.
         progress: called with (spans done, spans in all).
 
     Returns:
         (spans, blocks) fp64, on the CPU; 0 for a block without changes.
 
     Raises:
-        ValueError: a span is not in the context, there are more rows than one, or ``batch_size``
-            is below 1; or as :meth:`icl_patch.ContextPatcher.compute`.
+        ValueError: a span is not in the absorbed context, there are more rows than one, or
+            ``batch_size`` is below 1; or as :meth:`icl_patch.ContextPatcher.compute`.
         UnsupportedModelError: the model is split over processes.
         ControllabilityError: as :meth:`icl_patch.ContextPatcher.compute`.
     """
@@ -63,22 +66,23 @@ def attribution(
             f" {tuple(context_ids.shape)}, {tuple(kept_ids.shape)} and {batch_size}"
         )
     for start, stop in spans:
-        if not 0 <= start < stop <= columns:
+        if not keep_first <= start < stop <= columns:
             raise ValueError(
-                f"expected spans (start, stop) with 0 ≤ start < stop ≤ {columns}, got"
+                f"expected spans (start, stop) with {keep_first} ≤ start < stop ≤ {columns}, got"
                 f" ({start}, {stop})"
             )
-    whole = attached.compute(assemble(context_ids, kept_ids)).patch
+    whole = attached.compute(assemble(context_ids, kept_ids, keep_first=keep_first)).patch
     found = torch.ones(len(spans), len(whole.layers), dtype=torch.float64)
     # without a context there is no change: 1, as it stands
-    places = [place for place, span in enumerate(spans) if span != (0, columns)]
+    places = [place for place, span in enumerate(spans) if span != (keep_first, columns)]
     done = 0
     for batch in _batches(spans, places, batch_size):
         rows = [
             torch.cat([context_ids[0, :start], context_ids[0, stop:]])
             for start, stop in (spans[place] for place in batch)
         ]
-        part = attached.compute(assemble(torch.stack(rows), kept_ids.expand(len(batch), -1))).patch
+        kept = kept_ids.expand(len(batch), -1)
+        part = attached.compute(assemble(torch.stack(rows), kept, keep_first=keep_first)).patch
         found[batch] = _relative_changes(whole, part)
         done += len(batch)
         progress(done, len(places))

@@ -106,10 +106,9 @@ def controllability(
     context_ids: Tensor,
     kept_ids: Tensor,
     *,
-    prefix_ids: Tensor | None = None,
     context_mask: Tensor | None = None,
     kept_mask: Tensor | None = None,
-    prefix_mask: Tensor | None = None,
+    keep_first: int = 0,
     absorbed: list[tuple[int, int]] | None = None,
 ) -> Controllability:
     """Which blocks are input- and output-controllable at the kept tokens without the context, and
@@ -136,10 +135,9 @@ def controllability(
     sequences = assemble(
         context_ids,
         kept_ids,
-        prefix_ids=prefix_ids,
         context_mask=context_mask,
         kept_mask=kept_mask,
-        prefix_mask=prefix_mask,
+        keep_first=keep_first,
         absorbed=absorbed,
     )
     try:

@@ -86,8 +86,8 @@ class Dynamics:
     """The patches of a context that grows token by token.
 
     Attributes:
-        patches: patches[i] absorbs the first i tokens of the context, i = 0 … n; each can be
-            replayed if it has all layers.
+        patches: patches[i] absorbs the context's first i tokens behind those that stay, i = 0 …
+            n; each can be replayed if it has all layers.
     """
 
     patches: tuple[ContextPatch, ...]
@@ -231,7 +231,12 @@ class Factorisation:
 
 @torch.no_grad()
 def factorise(
-    patcher: HasAttachedModel, context_ids: Tensor, kept_ids: Tensor, layer: int
+    patcher: HasAttachedModel,
+    context_ids: Tensor,
+    kept_ids: Tensor,
+    layer: int,
+    *,
+    keep_first: int = 0,
 ) -> Factorisation:
     """The factorisation of a context's effect on the readers of one block, for the token that
     follows it.
@@ -240,7 +245,9 @@ def factorise(
     beside the token.
 
     Args:
-        context_ids: (B, n) int64. kept_ids: (B, 1) int64. layer: which block.
+        context_ids: (B, C) int64. kept_ids: (B, 1) int64. layer: which block.
+        keep_first: as in :meth:`icl_patch.ContextPatcher.compute`; n = C - keep_first tokens are
+            absorbed.
 
     Returns:
         A factorisation with inputs (n + 1, B, K), in the dtype of the factors; its W_0 is any of
@@ -252,10 +259,12 @@ def factorise(
     """
     if kept_ids.shape[1:] != (1,):
         raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
-    stops = range(1, context_ids.shape[1] + 1)
-    parts = [assemble(context_ids, kept_ids, absorbed=[(0, stop)]) for stop in stops]
     ids, inputs = torch.cat([context_ids, kept_ids], 1), []
-    for part in (_up_to(assemble(ids, ids), 0), *parts):  # first all are kept
+    every = assemble(ids, ids[:, keep_first:], keep_first=keep_first)
+    parts = [_up_to(every, keep_first)]  # first all are kept
+    for stop in range(keep_first + 1, context_ids.shape[1] + 1):
+        parts.append(assemble(context_ids, kept_ids, keep_first=keep_first, absorbed=[(0, stop)]))
+    for part in parts:
         patch = patcher.attached_model.compute(part).patch
         factors = patch.layers[layer]
         if "readers.v" not in factors:

@@ -118,11 +118,23 @@ def add_max_new_tokens(parser: argparse.ArgumentParser, default: int, meaning: s
     )
 
 
+def add_keep_first(parser: argparse.ArgumentParser) -> None:
+    """Add ``--keep-first``, which means the same in every command."""
+    parser.add_argument(
+        "--keep-first",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="the prompt's first N tokens stay, with the patch as without it; 1 keeps <bos>"
+        " (default 0)",
+    )
+
+
 def add_prompt(
     parser: argparse.ArgumentParser, default: str | None = None
 ) -> "argparse._MutuallyExclusiveGroup":
-    """Add a context, its question and ``--chat``, for :func:`read_prompt`, which requires the first
-    two, or with a default for :func:`prompt_text`.
+    """Add a context, its question, ``--chat`` and ``--keep-first``, for :func:`read_prompt`, which
+    requires the first two, or with a default for :func:`prompt_text`.
 
     Returns:
         The options of which one gives the context.
@@ -155,6 +167,7 @@ def add_prompt(
         action="store_true",
         help="a chat by the tokenizer's template: the context begins the user's message",
     )
+    add_keep_first(parser)
     return source
 
 
@@ -242,12 +255,16 @@ def text(value: str) -> str:
     return value
 
 
-def positive(text: str) -> int:
-    """An integer option ≥ 1."""
+def positive(text: str, least: int = 1) -> int:
+    """An integer option ≥ 1, or ≥ ``least``."""
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number ≥ 1, got {text}")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"expected a number ≥ {least}, got {text}")
     return number
+
+
+def _not_negative(text: str) -> int:
+    return positive(text, 0)
 
 
 def dtype(text: str) -> "torch.dtype":

@@ -15,8 +15,8 @@ HELP = "show the main job on the embedded model, or on any other, and verify it"
 
 _ANSWERS = {
     "with_context": "with context",
-    "without": "without",
-    "patched": "without, but patched",
+    "without": "without the context",
+    "patched": "without it, but patched",
 }
 
 
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20,
         help="held-out prompts of the embedded model to answer and verify (default 20)",
     )
+    common.add_keep_first(parser)
     common.add_max_new_tokens(parser, 26, "tokens to verify per prompt")
     common.add_verbose(parser)
 
@@ -46,14 +47,14 @@ def run(options: argparse.Namespace) -> int:
     model, tokenizer = common.load(options)
     from icl_patch.evaluation import demo, report
 
-    name, new = options.model, options.max_new_tokens
+    name, new, keep_first = options.model, options.max_new_tokens, options.keep_first
     prompts = demo.prompts_for(tokenizer) if name else demo.held_out(options.prompts)
     with common.stage("answering with the context, without it, and patched"):
-        answers = demo.answer_each(model, tokenizer, prompts)
+        answers = demo.answer_each(model, tokenizer, prompts, keep_first)
     # of a model of the user's the first chat, if there are any, and the first few-shot prompt
     chosen = prompts[::3][::-1] if name else prompts
     with common.progress_bar("verifying each update and dtype") as progress:
-        verified = demo.verify_grid(model, tokenizer, chosen, new, progress)
+        verified = demo.verify_grid(model, tokenizer, chosen, new, progress, keep_first)
     result: dict[str, Any] = {
         "answers": answers,
         "verify": [entry.to_dict() for entry in verified],
@@ -76,12 +77,13 @@ def _examples(answers: list[dict[str, str]]) -> "Table":
     """The first three prompts of every kind."""
     from icl_patch.evaluation import report
 
-    columns = ["task", "context (absorbed)", "question"]
+    columns = ["task", "context", "question", "without: behind"]
     rows = [
         [
             kind,
             row["context"].strip().replace("\n", " / "),
             row["question"],
+            report.visible_text(row["front"]) if row["front"] else "nothing",
             *(row[answer] for answer in _ANSWERS),
         ]
         for kind, asked in groupby(answers, itemgetter("kind"))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from icl_patch.scale import Plan, Share
 
 HELP = "write the patch of a context to a file, or the patches of a data set to a folder"
-_OF_ONE = ("question", "prefix", "force")
+_OF_ONE = ("question", "force")
 _OF_MANY = (
     "context_column",
     "system_column",
@@ -31,8 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     source = common.add_prompt(parser)
     common.add_update(parser)
-    meaning = "text before the context, whose tokens stay"
-    parser.add_argument("--prefix", type=common.text, metavar="TEXT", help=meaning)
     meaning = "file to write (.safetensors); with --dataset the folder"
     common.add_out(parser, meaning, metavar="FILE|FOLDER")
     many = parser.add_argument_group(
@@ -74,17 +72,12 @@ def run(options: argparse.Namespace) -> int:
 def _extract_one(options: argparse.Namespace) -> int:
     common.check_out(options)
     model, tokenizer = common.load(options)
-    from icl_patch.models.prompts import cut_ids
+    from icl_patch.models.prompts import split_ids
 
-    prompt = common.read_prompt(options, tokenizer)
-    if options.prefix is not None and prompt.chat:
-        raise ValueError("expected no --prefix of a chat, which its template begins")
-    before = options.prefix or ""
-    places = [*([] if options.prefix is None else [len(before)]), len(before) + prompt.kept]
-    parts = cut_ids(tokenizer, before + prompt.with_context, places, front=not prompt.chat)
-    *prefix, ids, kept = (part.to(model.device) for part in parts)
+    parts = split_ids(tokenizer, common.read_prompt(options, tokenizer))
+    ids, kept = (part.to(model.device) for part in parts)
     with common.attach(options, model, tokenizer) as patcher, common.stage("computing the patch"):
-        patch = patcher.compute(ids, kept, prefix_ids=prefix[0] if prefix else None)
+        patch = patcher.compute(ids, kept, keep_first=options.keep_first)
         patch.save(options.out)
     result = {
         "file": str(options.out),
@@ -108,6 +101,7 @@ def _extract_many(options: argparse.Namespace) -> int:
         layers=options.layers or slice(None),
         factors_dtype=torch.bfloat16 if options.factors_dtype else None,
         statistics=bool(options.statistics),
+        keep_first=options.keep_first,
     )
     sizes = {"rows": options.batch_size, "tokens": options.batch_tokens}
     batching = scale.Batching(**{name: size for name, size in sizes.items() if size is not None})

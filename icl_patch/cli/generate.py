@@ -71,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
                 context_mask=mask,
                 max_new_tokens=options.max_new_tokens,
                 streamer=None if options.json else streamer,
+                keep_first=options.keep_first,
                 mode=options.mode,
                 compile=options.compile or "auto",
                 **_choices(options, model, tokenizer),
@@ -106,8 +107,10 @@ def _choices(
 def _with_patch(options: argparse.Namespace) -> int:
     """Generate with a static patch."""
     prompt = common.prompt_text(options)
-    if prompt is None or options.compile:
-        raise ValueError("expected --context or --question, and no --compile, with --patch")
+    if prompt is None or options.compile or options.keep_first:
+        raise ValueError(
+            "expected --context or --question, and neither --compile nor --keep-first, with --patch"
+        )
     model, tokenizer, patch = common.load_static(options)
     import torch
 

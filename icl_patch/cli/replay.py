@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print which token follows each kept token: without its context, and with its patch too."""
     with common.stage("importing torch and transformers"):
-        from icl_patch.evaluation.report import table
+        from icl_patch.evaluation.report import table, without_context
         from icl_patch.patch.context_patch import ContextPatch
         from icl_patch.patcher import ContextPatcher
 
@@ -42,22 +42,22 @@ def run(options: argparse.Namespace) -> int:
     def texts(ids: Any) -> list[str]:
         return [str(tokenizer.decode([token])) for token in ids.tolist()]
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
+            "front": str(tokenizer.decode(patch.prefix_ids[row][patch.prefix_mask[row]])),
             "kept": texts(patch.kept_ids[row][kept]),
             "without": texts(without[row]),
             "replayed": texts(following[row][kept]),
         }
         for row, kept in enumerate(patch.kept_mask)
     ]
-    columns = ["kept token", "next without the context", "next with its change of weights"]
     shown = [
         table(
             f"{options.patch}, row {number}",
-            columns,
-            [list(map(repr, tokens)) for tokens in zip(*row.values(), strict=True)],
+            ["kept token", f"next {without_context(front)}", "next with its change of weights"],
+            [list(map(repr, tokens)) for tokens in zip(*columns, strict=True)],
         )
-        for number, row in enumerate(rows)
+        for number, (front, *columns) in enumerate(row.values() for row in rows)
     ]
     common.print_result(options, {"patch": str(options.patch), "rows": rows}, *shown)
     return 0
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _next_without_context(model: "PreTrainedModel", patch: "ContextPatch") -> list[Any]:
     """The likeliest next token (T,) int64 after each kept token of each row, by the unpatched model
-    without the context.
+    without the context, on the tokens that a replay has: those that stay in front, and the kept.
     """
     import torch
 

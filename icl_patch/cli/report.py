@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
             prompt,
             update=options.update,
             max_new_tokens=options.max_new_tokens,
+            keep_first=options.keep_first,
             groups=options.groups,
             name=_name(options.model),
             progress=progress,
@@ -49,11 +50,13 @@ def run(options: argparse.Namespace) -> int:
     # a token may be half a character
     page = to_html(result).encode("utf-8", errors="replace")
     write_atomically(options.out, [page])
+    without = report.without_context(result.front)
+    names = {"with_context": "with the context", "without": without, "patched": "patched"}
     found: dict[str, Any] = {"file": str(options.out), "bytes": len(page), **result.to_dict()}
     common.print_result(
         options,
         found,
-        *(f"{name.replace('_', ' ')}: {text!r}" for name, text in result.answers.items()),
+        *(f"{names[name]}: {text!r}" for name, text in result.answers.items()),
         report.verdict_lines(result.verified),
         f"{options.out}: {len(page)} bytes",
     )

@@ -20,7 +20,8 @@ class BaselineRun:
 
     Attributes:
         ids, mask: (B, C), the context. inputs: the model's further inputs for it.
-        keep_last: tokens before the current one that are kept with it.
+        keep_last: tokens before the current one that are kept with it. keep_first: tokens of each
+            row that stay in front of them.
         logits: (B, steps, V). tokens: (B, steps), that follow the context.
     """
 
@@ -28,6 +29,7 @@ class BaselineRun:
     mask: Tensor
     inputs: Mapping[str, Tensor]
     keep_last: int
+    keep_first: int
     logits: Tensor
     tokens: Tensor
 
@@ -42,6 +44,7 @@ def baseline(
     inputs: Mapping[str, Tensor] | None = None,
     forced: Tensor | None = None,
     arithmetic: str | None = None,
+    keep_first: int = 0,
 ) -> BaselineRun:
     """Run the model with its context, ``steps`` tokens on.
 
@@ -53,8 +56,9 @@ def baseline(
         forced: tokens (B, steps) to follow; by default the greedy choice.
         arithmetic: of the calls on the kept tokens, as ``"batch_invariant"``; the context runs in
             that of the model's own calls here, which is the default.
+        keep_first: of the patches that are compared with this run, which itself has all tokens.
     """
-    context, logits, tokens = (ids, mask, inputs or {}, keep_last), [], []
+    context, logits, tokens = (ids, mask, inputs or {}, keep_last, keep_first), [], []
     cache = None
     for step in range(steps):
         sequences, further = sequences_at(model, ids, mask, keep_last, context[2])
@@ -74,13 +78,18 @@ def sequences_at(
     mask: Tensor,
     keep_last: int,
     inputs: Mapping[str, Tensor],
+    keep_first: int = 0,
 ) -> tuple[Sequences, dict[str, Tensor]]:
-    """All tokens, of which the last ``keep_last + 1`` are kept and the others absorbed, and the
-    model's further inputs for the head.
+    """All tokens, of which the last ``keep_last + 1`` are kept, the first ``keep_first`` stay and
+    the others are absorbed, and the model's further inputs for the head.
     """
     cut = ids.shape[1] - keep_last - 1
     sequences = assemble(
-        ids[:, :cut], ids[:, cut:], context_mask=mask[:, :cut], kept_mask=mask[:, cut:]
+        ids[:, :cut],
+        ids[:, cut:],
+        context_mask=mask[:, :cut],
+        kept_mask=mask[:, cut:],
+        keep_first=keep_first,
     )
     further = over_columns(inputs, sequences.head_ids.shape[1])
     return with_media(model, sequences, further), further

@@ -23,7 +23,7 @@ from icl_patch.evaluation import report
 from icl_patch.evaluation.demo import three_continuations
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.prompts import Prompt, encode, split_ids
+from icl_patch.models.prompts import Prompt, split_ids
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
 
@@ -46,7 +46,7 @@ class Group:
         text: what they are. start, stop: their columns in the context.
         change: how much the patch changes without them, relative to its size: the mean of
             :func:`icl_patch.analysis.attribution.attribution` over the blocks; None for special
-            tokens, which always stay.
+            tokens and the first ones, which always stay.
         block, largest: the block that changes most, and its change.
     """
 
@@ -81,6 +81,7 @@ class ContextReport:
 
     Attributes:
         context, question: the two parts of the prompt, with what a chat template writes.
+        front: the text of the context's first tokens, which stay; empty without any.
         answers: ``with_context``, ``without``, ``patched``. verified: the papers' protocol along
             the answer, see :func:`icl_patch.verify`.
         tokens: the texts of its tokens. sizes: of the patch of the question and the answer.
@@ -89,6 +90,7 @@ class ContextReport:
 
     context: str
     question: str
+    front: str
     answers: dict[str, str]
     verified: VerifyReport
     tokens: list[str]
@@ -113,6 +115,7 @@ def context_report(
     *,
     update: str = "exact",
     max_new_tokens: int = 24,
+    keep_first: int = 0,
     groups: int = 64,
     name: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -123,6 +126,7 @@ def context_report(
         prompt: with its context and without it, see :func:`icl_patch.models.prompts.make_prompt`.
         update: ``"direct"``, ``"stable"`` or ``"exact"``.
         max_new_tokens: the longest answer; greedy.
+        keep_first: as in :meth:`icl_patch.ContextPatcher.compute`.
         groups: into about how many groups of neighbouring tokens the context is cut, at most 256;
             each is left out in turn. A short context has a group for each token.
         name: of the model; by default the path or id it was loaded from.
@@ -139,15 +143,20 @@ def context_report(
     device = input_device(model)
     context_ids, question_ids = (ids.to(device) for ids in split_ids(tokenizer, prompt))
     ids = torch.cat([context_ids, question_ids], 1)
-    without = encode(tokenizer, prompt.without, front=not prompt.chat)
+    keep: Any = {"keep_first": keep_first}
     with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
-        without_ids = torch.tensor([without], device=device)
-        found = three_continuations(patcher, ids, without_ids, max_new_tokens, prompt.chat)
+        found = three_continuations(
+            patcher, context_ids, question_ids, max_new_tokens, chat=prompt.chat, **keep
+        )
         answer = found["with_context"]
-        patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1))
+        patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1), **keep)
         specials = set(tokenizer.all_special_ids)
-        spans, left_out = _cut(context_ids[0].tolist(), specials, groups)
-        changes = attribution(patcher, context_ids, question_ids, left_out, progress=progress)
+        context = context_ids[0].tolist()
+        stays = [at < keep_first or token in specials for at, token in enumerate(context)]
+        spans, left_out = _cut(stays, groups)
+        changes = attribution(
+            patcher, context_ids, question_ids, left_out, progress=progress, **keep
+        )
     verified = verify(
         model,
         tokenizer,
@@ -156,12 +165,14 @@ def context_report(
         update=update,
         progress=progress,
         name=name,
+        **keep,
     )
     decode: Any = tokenizer.decode
     measured = dict(zip(left_out, changes, strict=True))
     return ContextReport(
         context=decode(context_ids[0]),
         question=decode(question_ids[0]),
+        front=decode(context_ids[0, :keep_first]),
         answers={key: decode(x[0], skip_special_tokens=True) for key, x in found.items()},
         verified=verified,
         tokens=[decode([step.token_id]) for step in verified.steps],
@@ -172,21 +183,21 @@ def context_report(
     )
 
 
-def _cut(
-    ids: list[int], special: set[int], most: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The context in about ``most`` spans (start, stop); special tokens are spans of their own. And
-    the spans without those.
+def _cut(stays: list[bool], most: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The context in about ``most`` spans (start, stop); tokens that stay are spans of their own.
+    And the spans without those.
+
+    stays: of each token of the context.
     """
-    size = max(1, math.ceil(sum(token not in special for token in ids) / most))
+    size = max(1, math.ceil(stays.count(False) / most))
     cuts = [0]
-    for place in range(1, len(ids)):
-        edge = (ids[place] in special) != (ids[place - 1] in special)
-        # a span that is cut off by a special token is full
-        if edge or (ids[place] not in special and place - cuts[-1] == size):
+    for place in range(1, len(stays)):
+        edge = stays[place] != stays[place - 1]
+        # a span that is cut off by a token that stays is full
+        if edge or (not stays[place] and place - cuts[-1] == size):
             cuts.append(place)
-    spans = list(zip(cuts, [*cuts[1:], len(ids)], strict=True))
-    return spans, [span for span in spans if ids[span[0]] not in special]
+    spans = list(zip(cuts, [*cuts[1:], len(stays)], strict=True))
+    return spans, [span for span in spans if not stays[span[0]]]
 
 
 def _group(text: str, span: tuple[int, int], changes: Tensor | None) -> Group:
@@ -229,11 +240,13 @@ def to_html(result: ContextReport) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": _number, "label": _label, "sha256": _sha256}
+    without = report.without_context(result.front)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         report=result,
         verified=result.verified,
         version=__version__,
+        without=without[0].upper() + without[1:],
         lines=report.verdict_lines(result.verified).replace("\n  ", " ").splitlines(),
         levels=LEVELS,
         heat=_heat(result.sizes),

@@ -14,7 +14,7 @@ from icl_patch.evaluation.embedded import Prompt
 from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.ends import chat_ends
-from icl_patch.models.prompts import encode, make_prompt, padded, split_ids
+from icl_patch.models.prompts import make_prompt, padded, split_ids
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
@@ -62,15 +62,24 @@ def encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Tensor,
 
 @torch.no_grad()
 def three_continuations(
-    patcher: ContextPatcher, ids: Tensor, without_ids: Tensor, max_new_tokens: int, chat: bool
+    patcher: ContextPatcher,
+    context_ids: Tensor,
+    question_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    chat: bool,
+    keep_first: int = 0,
 ) -> dict[str, Tensor]:
-    """Greedy tokens (1, N) after a prompt with its context, after one without it, and of the
-    patched model: ``with_context``, ``without`` and ``patched``.
+    """Greedy tokens (1, N) after a prompt with its context, without it, and of the patched model:
+    ``with_context``, ``without`` and ``patched``.
+
+    Without the context the unmodified model runs on the tokens that the patched model has too: the
+    context's first ``keep_first`` tokens and the question.
 
     The patched model takes steps of two passes, each replayed: where the replay on the current
     token alone prefers another token than the step, this token counts.
 
-    ids: (1, C + T) int64. without_ids: (1, T'). chat: whether the answers end with the turn.
+    context_ids: (1, C) int64. question_ids: (1, T). chat: whether the answers end with the turn.
     """
     assert patcher.tokenizer is not None
     greedy: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
@@ -81,37 +90,42 @@ def three_continuations(
         out = generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
         return out[:, prompt.shape[1] :]
 
-    patched = []
-    for step in patcher.generate(ids, mode="two_pass", **greedy):
+    ids, patched = torch.cat([context_ids, question_ids], 1), []
+    for step in patcher.generate(ids, mode="two_pass", keep_first=keep_first, **greedy):
         replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1].argmax(-1)
         patched.append(torch.where(replayed == step.logits.argmax(-1), step.token_ids, replayed))
     return {
         "with_context": generated(ids),
-        "without": generated(without_ids),
+        "without": generated(torch.cat([context_ids[:, :keep_first], question_ids], 1)),
         "patched": torch.stack(patched, 1),
     }
 
 
 def answer_each(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+    keep_first: int = 0,
 ) -> list[dict[str, str]]:
     """The prompts with the three answers to each, one at a time; the patch is exact. An answer is
-    its first line, in a chat all of it.
+    its first line, in a chat all of it. ``front`` is the text of the tokens that stay.
+
+    keep_first: as in :meth:`icl_patch.ContextPatcher.compute`.
     """
     rows = []
     decode: Any = tokenizer.decode
     with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
         for prompt in prompts:
             chat = prompt.kind == "chat"
-            parts = encoded(tokenizer, prompt)
-            own = encode(tokenizer, prompt.question, front=True)
-            alone = parts[1] if chat else torch.tensor([own])
-            ids, without = (x.to(input_device(model)) for x in (torch.cat(parts, 1), alone))
-            found = three_continuations(patcher, ids, without, _ANSWER_TOKENS, chat)
+            context, question = (x.to(input_device(model)) for x in encoded(tokenizer, prompt))
+            found = three_continuations(
+                patcher, context, question, _ANSWER_TOKENS, chat=chat, keep_first=keep_first
+            )
             texts = {key: decode(x[0], skip_special_tokens=True) for key, x in found.items()}
             if not chat:
                 texts = {key: text.split("\n", 1)[0] for key, text in texts.items()}
-            rows.append({**vars(prompt), **texts})
+            front = decode(context[0, :keep_first])
+            rows.append({**vars(prompt), "front": front, **texts})
     return rows
 
 
@@ -121,6 +135,7 @@ def verify_grid(
     prompts: list[Prompt],
     max_new_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    keep_first: int = 0,
 ) -> list[VerifyReport]:
     """Verify prompts together, for every update and dtype."""
     rows = [torch.cat(encoded(tokenizer, prompt), 1)[0] for prompt in prompts]
@@ -129,6 +144,7 @@ def verify_grid(
     reports = []
     for done, (dtype, update) in enumerate(grid, 1):
         options: Any = {"max_new_tokens": max_new_tokens, "update": update, "dtype": dtype}
+        options["keep_first"] = keep_first
         reports.append(verify(model, tokenizer, context=context, **options))
         progress(done, len(grid))
     return reports

@@ -80,8 +80,8 @@ def one_pass_replays(
 
     on_step: called with the number of each step.
     """
-    if run.keep_last:
-        return "several kept tokens take two passes"
+    if run.keep_last or run.keep_first:
+        return "several tokens that stay take two passes"
     try:
         plan = plans.choose(one_pass=True)
     except UnsupportedModelError as error:

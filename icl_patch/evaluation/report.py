@@ -33,6 +33,13 @@ def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:
     return table(title, columns, rows)
 
 
+def without_context(front: str) -> str:
+    """The name of a run without the context: of the unmodified model on the tokens that a patch
+    runs on, with the text of those that stay in front of the question.
+    """
+    return f"without the context, behind {visible_text(front) if front else 'nothing'}"
+
+
 def format_value(value: Any) -> str:
     """A float with two digits (an exact zero as ``0``), a bool as yes or no, None as ``-``, others
     as ``str``.

@@ -100,6 +100,7 @@ class VerifyReport:
     prompts: int
     passes: int
     keep_last: int
+    keep_first: int
     noise_floor: dict[str, float]
     reader_error_max: float
     blocks_bit_identical: float
@@ -187,6 +188,7 @@ def verify(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     keep_last: int = 0,
+    keep_first: int = 0,
     chat: bool = False,
     system: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -208,6 +210,7 @@ def verify(
         dtype, device: by default those of the model or of its files. A model object is copied
             before it is converted or moved.
         keep_last: tokens before the current one that stay in the reduced context.
+        keep_first: as in :meth:`icl_patch.ContextPatcher.compute`.
         chat: a context of text is the user's message of a chat.
         system: the system message before it; the prompt is a chat then.
         progress: called with (steps done, steps in all).
@@ -218,9 +221,10 @@ def verify(
             :class:`icl_patch.ContextPatcher`.
         ValueError: an argument does not fit.
     """
-    if max_new_tokens < 1 or keep_last < 0:
+    if max_new_tokens < 1 or min(keep_last, keep_first) < 0:
         raise ValueError(
-            f"expected max_new_tokens ≥ 1 and keep_last ≥ 0, got {max_new_tokens} and {keep_last}"
+            f"expected max_new_tokens ≥ 1, keep_last ≥ 0 and keep_first ≥ 0, got {max_new_tokens},"
+            f" {keep_last} and {keep_first}"
         )
     check_update(update)
     loaded, tokenizer = load_model(model, tokenizer, dtype, device)
@@ -229,10 +233,8 @@ def verify(
     ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat, system)
     check_context(ids, mask)
     lengths = mask.sum(1)
-    if (shortest := int(lengths.min())) <= keep_last + 1:
-        raise ValueError(
-            f"expected contexts of more than {keep_last + 1} tokens, got one of {shortest}"
-        )
+    if (shortest := int(lengths.min())) <= (stay := keep_first + keep_last + 1):
+        raise ValueError(f"expected contexts of more than {stay} tokens, got one of {shortest}")
     check_length(loaded, int(lengths.max()), max_new_tokens - 1)
     check_one_side(loaded, lengths, max_new_tokens - 1)
     check_vocabulary(loaded, ids, mask)
@@ -241,7 +243,7 @@ def verify(
     exact = update == "exact"
     count = max_new_tokens * (2 if exact else 1)
     progress(0, count)
-    run = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
+    run = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs, keep_first=keep_first)
     floor = _noise_floor(loaded, run)
     with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
         attached = patcher.attached_model
@@ -261,6 +263,7 @@ def verify(
         prompts=len(ids),
         passes=replays[-1][2],
         keep_last=keep_last,
+        keep_first=keep_first,
         noise_floor=floor,
         reader_error_max=float(totals["reader_error"].max()),
         blocks_bit_identical=float(totals["same_blocks"].double().mean()),
@@ -317,7 +320,9 @@ def _computations(attached: AttachedModel, run: BaselineRun) -> Iterator[Computa
     """The patch of every step, along the baseline's tokens."""
     ids, mask, cache = run.ids, run.mask, None
     for token_ids in run.tokens.unbind(1):
-        sequences, further = sequences_at(attached.model, ids, mask, run.keep_last, run.inputs)
+        sequences, further = sequences_at(
+            attached.model, ids, mask, run.keep_last, run.inputs, run.keep_first
+        )
         if cache is None or run.keep_last or switches(attached.model, sequences):
             cache = attached.prefill(sequences, **further)
         yield attached.compute_from(cache, sequences)

@@ -29,7 +29,7 @@ from icl_patch.scale.rows import EncodedRow, Reject, encode_row, read_rows
 
 _Z = 1.959964  # 95 % of a normal distribution lie within ± so many standard deviations
 _REASONS = 10  # of rejected rows, in the report
-_SAME = ("model", "family", "update", "dtype", "device", "keep_last", "promises")
+_SAME = ("model", "family", "update", "dtype", "device", "keep_last", "keep_first", "promises")
 
 Interval = tuple[float, float]
 
@@ -108,6 +108,7 @@ class DatasetReport:
     device: str
     max_new_tokens: int
     keep_last: int
+    keep_first: int
     noise_floor: dict[str, float]
     passed: bool
     promises: bool
@@ -132,6 +133,7 @@ def verify_dataset(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     keep_last: int = 0,
+    keep_first: int = 0,
     batch_rows: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
     name: str | None = None,
@@ -141,7 +143,7 @@ def verify_dataset(
     In memory are one batch, four numbers a row, and two a batch.
 
     Args:
-        model, tokenizer, max_new_tokens, update, dtype, device, keep_last, name: see
+        model, tokenizer, max_new_tokens, update, dtype, device, keep_last, keep_first, name: see
             :func:`icl_patch.evaluation.verify.verify`.
         dataset: a file or folder, see :func:`icl_patch.scale.rows.read_rows`.
         columns: of the context, the question (``kept``) and, if there are several, the task.
@@ -174,8 +176,8 @@ def verify_dataset(
                 one = encode_row(loaded, tokenizer, row, columns)
                 length = sum(one.lengths)
                 check_length(loaded, length, max_new_tokens - 1)
-                if length <= keep_last + 1:
-                    raise ValueError(f"expected more than {keep_last + 1} tokens, got {length}")
+                if length <= (stay := keep_first + keep_last + 1):
+                    raise ValueError(f"expected more than {stay} tokens, got {length}")
             except ValueError as error:
                 reasons.append(f"row {row.number}: {error}")
             else:
@@ -193,6 +195,7 @@ def verify_dataset(
                 max_new_tokens=max_new_tokens,
                 update=update,
                 keep_last=keep_last,
+                keep_first=keep_first,
                 name=name,
             )
         except (ControllabilityError, NonFiniteError) as error:

@@ -44,6 +44,7 @@ def answer(
     *,
     system: str | None,
     chat: bool,
+    keep_first: int,
     **arguments: Any,
 ) -> Answer:
     """See :meth:`icl_patch.ContextPatcher.ask`; ``generate`` takes the prompt's ids and the
@@ -62,10 +63,11 @@ def answer(
     )
     if not {"eos_token_id", "generation_config"} & arguments.keys():
         arguments |= chat_ends(attached.model, attached.tokenizer, asked.chat)
-    steps = generate(torch.cat([context_ids, question_ids], 1), **arguments)
+    prompt_ids = torch.cat([context_ids, question_ids], 1)
+    steps = generate(prompt_ids, keep_first=keep_first, **arguments)
     token_ids = torch.stack([step.token_ids for step in steps], 1)
     kept_ids = torch.cat([question_ids, token_ids[:, :-1]], 1)
-    patch = attached.compute(assemble(context_ids, kept_ids)).patch
+    patch = attached.compute(assemble(context_ids, kept_ids, keep_first=keep_first)).patch
     text = str(attached.tokenizer.decode(token_ids[0], skip_special_tokens=True))
     return Answer(text, token_ids, patch)
 

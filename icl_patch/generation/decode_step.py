@@ -68,6 +68,7 @@ class DecodeState:
         fill: runs the model on a head; returns a new cache. None unless the rotary factors change
             at some length (LongRoPE).
         media: positions of the context with its images (M-RoPE).
+        keep_first: how many of every row's first tokens stay, in two passes only.
     """
 
     attached: AttachedModel
@@ -81,6 +82,7 @@ class DecodeState:
     fingerprint: str
     fill: Callable[[Sequences], Cache] | None
     media: MediaPositions | None
+    keep_first: int
 
     @property
     def steps(self) -> int:
@@ -98,16 +100,18 @@ class DecodeState:
         return self.ids[:, : self.inputs.length]
 
     def sequences(self) -> Sequences:
-        """The tokens so far: all but the current one absorbed."""
-        return sequences_of(self.tokens, self.context_mask, self.media)
+        """The tokens so far: all but the current one and the first ones absorbed."""
+        return sequences_of(self.tokens, self.context_mask, self.media, self.keep_first)
 
 
-def sequences_of(ids: Tensor, context_mask: Tensor, media: MediaPositions | None) -> Sequences:
+def sequences_of(
+    ids: Tensor, context_mask: Tensor, media: MediaPositions | None, keep_first: int
+) -> Sequences:
     """Tokens (B, S) that began with a context of mask (B, C), and perhaps with images: all but the
-    last one absorbed.
+    last one and the first ``keep_first`` absorbed.
     """
     mask = F.pad(context_mask, (0, ids.shape[1] - context_mask.shape[1]), value=True)
-    return replace(absorb_all_but_last(ids, mask), media=media)
+    return replace(absorb_all_but_last(ids, mask, keep_first), media=media)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +137,7 @@ def prefill(
     *,
     reserve: bool = True,
     media: MediaPositions | None = None,
+    keep_first: int = 0,
     **model_inputs: Any,
 ) -> DecodeState:
     """Run the unmodified model on all of a context but its last token.
@@ -143,11 +148,12 @@ def prefill(
         capacity: the maximum number of tokens, C included.
         reserve: whether the cache gets room for later tokens, so that few steps copy it.
         media: positions of the context if there are images in it (M-RoPE).
+        keep_first: how many of every row's first tokens stay; without a plan only.
         model_inputs: further inputs of the model for the context.
     """
     batch, width = context_ids.shape
     mode = DecodeMode.TWO_PASS if plan is None else plan.mode
-    sequences = absorb_all_but_last(context_ids, context_mask)
+    sequences = absorb_all_but_last(context_ids, context_mask, keep_first)
     if media is not None:
         sequences = replace(sequences, media=media._replace(head=media.head[..., :-1]))
 
@@ -183,6 +189,7 @@ def prefill(
         fingerprint=attached.weights.fingerprint,
         fill=fill if switch_lengths(attached.model) else None,
         media=sequences.media,
+        keep_first=keep_first,
     )
 
 
@@ -304,7 +311,7 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
         )
         exact = details.misses is not None  # both streams have the same logits
         logits = output.logits.unsqueeze(1) if exact else None
-        sequences = sequences_of(ids, context_mask, media)
+        sequences = sequences_of(ids, context_mask, media, 0)  # one pass absorbs all
         patch = attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
         if patch.info.fingerprint != fingerprint:
             raise ValueError(

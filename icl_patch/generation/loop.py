@@ -27,7 +27,7 @@ from icl_patch.generation.compiled_step import (
     use_program,
 )
 from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.plans import StepPlans
+from icl_patch.generation.plans import AUTO, TWO_PASS, StepPlans
 from icl_patch.generation.settings import prepare, setting
 from icl_patch.models.forward import (
     CACHE_NAMES,
@@ -42,7 +42,7 @@ from icl_patch.models.kv_cache import is_empty
 from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.models.positions import check_one_side
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.recording.sequences import check_context
+from icl_patch.recording.sequences import behind_first, check_context
 
 DEFAULT_NEW_TOKENS = 64
 REPLAY_EVERY = (
@@ -170,6 +170,7 @@ def generate(
     streamer: BaseStreamer | None,
     mode: str = "auto",
     compilers: Collection[str] = (),
+    keep_first: int = 0,
     **arguments: Any,
 ) -> Iterator[GenerationStep]:
     """See :meth:`icl_patch.ContextPatcher.generate`; ``arguments`` are those of
@@ -179,6 +180,7 @@ def generate(
     model: Any = plans.attached.model
     prepare(model, arguments, plans.attached.tokenizer)
     ids, mask = check_context(context_ids, context_mask)
+    mode = _mode_of(mode, compilers, mask, keep_first)
     media_positions(model, ids, mask, arguments)  # checks them
     lengths = [setting(model, arguments, name) for name in ("max_length", "max_new_tokens")]
     if max_new_tokens is None and lengths == [None, None]:
@@ -189,11 +191,31 @@ def generate(
     steps: Iterator[GenerationStep] = model.generate(
         ids,
         attention_mask=mask.long(),
-        custom_generate=partial(_steps, plans, mode, compilers, streamer),
+        custom_generate=partial(_steps, plans, mode, compilers, keep_first, streamer),
         streamer=streamer,
         **arguments,
     )
     return steps
+
+
+def _mode_of(mode: str, compilers: Collection[str], mask: Tensor, keep_first: int) -> str:
+    """The mode: with tokens that stay in front two passes, as a step of one pass absorbs all.
+
+    Raises:
+        ValueError: another mode, or a compiled step; or a row has no token to absorb.
+    """
+    if not behind_first(mask[:, :-1], keep_first).any(1).all() and keep_first:
+        raise ValueError(
+            f"expected more than {keep_first + 1} tokens in every row with {keep_first=}, got"
+            f" {int(mask.sum(1).min())}"
+        )
+    if keep_first and (compilers or mode not in (AUTO, TWO_PASS)):
+        asked = "compile" if compilers else f"mode={mode!r}"
+        raise ValueError(
+            f"expected mode={TWO_PASS!r} with {keep_first=}, as steps of one pass absorb every"
+            f" token, got {asked}: leave it out, or take keep_first=0"
+        )
+    return TWO_PASS if keep_first else mode
 
 
 def _steps(*arguments: Any, **prepared: Any) -> Iterator[GenerationStep]:
@@ -209,6 +231,7 @@ def _loop(
     plans: StepPlans,
     mode: str,
     compilers: Collection[str],
+    keep_first: int,
     streamer: BaseStreamer | None,
     model: PreTrainedModel,
     ids: Tensor,
@@ -229,7 +252,7 @@ def _loop(
     try:
         mask, media, model_inputs = _checked(model, ids, config, model_kwargs)
         with attached.attachment.exclusive():
-            attached.agree("the prompt", (ids, mask), options=(mode, compilers))
+            attached.agree("the prompt", (ids, mask), options=(mode, compilers, keep_first))
             capacity = max(int(config.max_length), ids.shape[1] + 1)
             lengths, new = mask.sum(1), capacity - ids.shape[1]
             check_length(model, int(lengths.max()), new)
@@ -246,6 +269,7 @@ def _loop(
                 capacity,
                 reserve=not compilers,
                 media=media,
+                keep_first=keep_first,
                 **model_inputs,
             )
             if required:

@@ -78,7 +78,9 @@ def _instead(name: str) -> str:
         return (
             f"leave it out, or pass {name}=False if the generation configuration asks for it."
             f" patcher.model(ids, {name}=True), on the context and all that follows it, returns"
-            " them: with a patch in place of the context every block has the same output"
+            " those with the context. With a patch in its place, with patcher.applied(patch,"
+            f" token=None): model(patch.kept_ids, position_ids=patch.position_ids, {name}=True)"
+            " returns them"
         )
     if name == "inputs_embeds":
         return (

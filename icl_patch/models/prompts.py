@@ -224,32 +224,17 @@ def split_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Tenso
         ValueError: one side has no tokens; or as :func:`encode`.
         NotImplementedError: the tokenizer is slow: it does not know where a token begins.
     """
-    context, kept = cut_ids(tokenizer, prompt.with_context, [prompt.kept], front=not prompt.chat)
-    return context, kept
-
-
-def cut_ids(
-    tokenizer: PreTrainedTokenizerBase, text: str, places: Sequence[int], *, front: bool
-) -> list[Tensor]:
-    """The tokens of a text, as :func:`encode` gives them, cut at these places: (1, N) int64 each. A
-    token across a cut belongs to the part in which it ends. Raises as :func:`split_ids`.
-    """
+    text, at = prompt.with_context, prompt.kept
     check_text(text)
     # of long texts the tokenizer warns where we raise an error
     options: Any = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     encoded = tokenizer(text, **options)
     ids, ends = encoded["input_ids"], [end for _, end in encoded["offset_mapping"]]
-    cuts = [next((i for i, end in enumerate(ends) if end > at), len(ends)) for at in places]
-    spans = list(zip([0, *cuts], [*cuts, len(ends)], strict=True))
-    parts = [text[i:j] for i, j in zip([0, *places], [*places, len(text)], strict=True)]
-    first = own_front(tokenizer) if front else ()
-    filled = [any(ends[start:stop]) for start, stop in spans]
-    filled[0] |= not parts[0] and bool(first)
-    if not all(filled):
+    cut = next((i for i, end in enumerate(ends) if end > at), len(ends))
+    if not any(ends[:cut]) or not any(ends[cut:]):
         raise ValueError(
             "expected a context and a question of at least one token each, got"
-            f" {' and '.join(map(repr, parts))}"
-            + (", which share a token: let each end where a word ends" if all(parts) else "")
+            f" {text[:at]!r} and {text[at:]!r}, which share a token: let each end where a word ends"
         )
-    rows = [ids[start:stop] for start, stop in spans]
-    return [torch.tensor([row]) for row in ([*first, *rows[0]], *rows[1:])]
+    first = () if prompt.chat else own_front(tokenizer)
+    return torch.tensor([[*first, *ids[:cut]]]), torch.tensor([ids[cut:]])

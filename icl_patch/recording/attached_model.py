@@ -58,6 +58,7 @@ from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, 
 from icl_patch.recording.hooks import HookIds, Hooks, paths_of
 from icl_patch.recording.passes import (
     Computation,
+    call_logits,
     compute_closing,
     replay_compared,
     replay_logits,
@@ -352,8 +353,8 @@ class AttachedModel:
         names = names_of(model_inputs)
         if names and (sequences.head_mask & ~sequences.head_absorbed).any():
             raise ValueError(
-                f"expected no prefix beside {', '.join(names)}: a replay runs the prefix without"
-                " them"
+                f"expected keep_first=0 beside {', '.join(names)}, and no tokens before the"
+                " absorbed ones: a replay runs the tokens in front without these inputs"
             )
         cache = kv_cache.new_cache(self.model)
         if sequences.head_ids.shape[1]:
@@ -532,8 +533,9 @@ class AttachedModel:
         return torch.inf if self.has_ties else rounding_limit(self.model.dtype)
 
     @contextmanager
-    def applying(self, patch: ContextPatch, row: int, token: int) -> Iterator[None]:
-        """Within this context one token's patch is applied to all tokens, in all threads.
+    def applying(self, patch: ContextPatch, row: int, token: int | None) -> Iterator[None]:
+        """Within this context one token's patch is applied to all tokens, or each kept token's to
+        itself, in all threads.
 
         Raises:
             FingerprintMismatch, UnsupportedModelError, ValueError: as
@@ -542,10 +544,12 @@ class AttachedModel:
         stack = ExitStack()
         with self.attachment.lock:
             self.check_patch(patch)
-            layers = patch.of_token(row, token)
+            layers = patch.layers if token is None else patch.of_token(row, token)
             if len(layers) != len(self.block_specs):
                 raise ValueError("expected a patch with all its layers, got a part of one")
             check_fit(patch, self.model)
+            if token is None:
+                self._check_called(patch)
             own = [layers[place] for place in self.places]
             stack.enter_context(replaying(self.blocks, own))
             self.attachment.applied = True
@@ -555,6 +559,20 @@ class AttachedModel:
             self.attachment.applied = False
             with self.attachment.exclusive():
                 stack.close()
+
+    @as_pass
+    def _check_called(self, patch: ContextPatch) -> None:
+        """Raises UnsupportedModelError unless a call of the model with the kept tokens, behind a
+        cache of those that stay, is the patch's replay.
+        """
+        error = replay_error(call_logits(self, patch), self.replay_checked(patch), patch.kept_mask)
+        if error > self.replay_limit:
+            raise UnsupportedModelError(
+                "expected a patch whose kept tokens the model can be called with, got one with"
+                f" which such a call is off by {error:.1g} of the largest logit: without the"
+                " context the model's windows, chunks or positions are others. Call"
+                " patcher.forward, with hooks to read activations"
+            )
 
     # -- patches and their model
 

@@ -246,6 +246,21 @@ def replay_logits(attached: HasBlocks, patch: ContextPatch, prefix: Cache | None
     return torch.cat(logits, 1)
 
 
+def call_logits(attached: HasBlocks, patch: ContextPatch) -> Tensor:
+    """The logits (B, T, V) of a plain call of the model with the patch: the kept tokens at their
+    positions, over a cache of the prefix. A replay also masks as if the context stood between.
+    """
+    model, cache, layers = attached.model, kv_cache.new_cache(attached.model), patch.layers
+    mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
+    longest, width = mask.sum(1).max(), patch.prefix_ids.shape[1]
+    if width:
+        prefix = patch.prefix_ids, patch.prefix_mask, patch.prefix_positions
+        forward_passes.run(model, *prefix, cache, longest=longest, last_logits=1)
+    kept = patch.kept_ids, mask, patch.position_ids
+    with replaying(attached.blocks, [layers[place] for place in attached.places]):
+        return forward_passes.run(model, *kept, cache, longest=longest)
+
+
 def replay_observed(
     attached: HasBlocks, patch: ContextPatch
 ) -> tuple[Tensor, list[BlockActivations]]:

@@ -134,7 +134,7 @@ class SelfCheck:
         self._kept = 1 if recurrent else 2
         ids = trial_tokens(model, 3 + self._kept, 0, tokenizer)
         ids = ids.repeat(1 if recurrent else 2, 1)
-        self._sequences = assemble(ids[:, 1:3], ids[:, 3:], prefix_ids=ids[:, :1])
+        self._sequences = assemble(ids[:, :3], ids[:, 3:], keep_first=1)
         self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
         self._windows: set[int | None] = set()  # the sizes of windows in the masks
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -183,14 +182,25 @@ def check_context(context_ids: Tensor, context_mask: Tensor | None) -> tuple[Ten
     return ids, mask
 
 
-def absorb_all_but_last(ids: Tensor, mask: Tensor) -> Sequences:
-    """A checked context as sequences with the last token kept; a context of one token has
-    nothing to absorb.
+def behind_first(mask: Tensor, keep_first: int) -> Tensor:
+    """The tokens of a mask (B, T) without the first ``keep_first`` of every row, which stay.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    if keep_first < 0:
+        raise ValueError(f"expected keep_first ≥ 0, got {keep_first}")
+    return mask & (mask.cumsum(1) > keep_first)
+
+
+def absorb_all_but_last(ids: Tensor, mask: Tensor, keep_first: int = 0) -> Sequences:
+    """A checked context as sequences with the last token kept, and the first ``keep_first``; a
+    context of one token has nothing to absorb.
     """
     return Sequences(
         head_ids=ids[:, :-1],
         head_mask=mask[:, :-1],
-        head_absorbed=mask[:, :-1],
+        head_absorbed=behind_first(mask[:, :-1], keep_first),
         tail_ids=ids[:, -1:],
         tail_mask=mask[:, -1:],
         tail_absorbed=torch.zeros_like(mask[0, -1:]),
@@ -207,13 +217,12 @@ def assemble(
     context_ids: Tensor,
     kept_ids: Tensor,
     *,
-    prefix_ids: Tensor | None = None,
     context_mask: Tensor | None = None,
     kept_mask: Tensor | None = None,
-    prefix_mask: Tensor | None = None,
+    keep_first: int = 0,
     absorbed: list[tuple[int, int]] | None = None,
 ) -> Sequences:
-    """Lay out prefix, context and kept tokens; arguments as in
+    """Lay out context and kept tokens; arguments as in
     :meth:`icl_patch.ContextPatcher.compute`.
 
     Raises:
@@ -221,9 +230,6 @@ def assemble(
     """
     context_ids, context_mask = check_context(context_ids, context_mask)
     kept_ids, kept_mask = _as_batch("kept", kept_ids, kept_mask, context_ids)
-    prefix_ids, prefix_mask = _as_batch(
-        "prefix", context_ids[:, :0] if prefix_ids is None else prefix_ids, prefix_mask, context_ids
-    )
     if kept_ids.shape[1] == 0:
         raise ValueError(f"expected at least one kept token, got kept_ids {tuple(kept_ids.shape)}")
     _check_padding("kept", kept_mask, "right")
@@ -232,22 +238,18 @@ def assemble(
     hidden = torch.zeros_like(context_mask[0])
     for start, stop in spans:
         hidden[start:stop] = True
-    empty = ~context_mask[:, spans[0][0] : split].any(1)
+    head_mask = context_mask[:, :split]
+    head_absorbed = behind_first(head_mask, keep_first) & hidden[:split]
+    empty = ~head_absorbed.any(1)
     if empty.any():
+        row = int(empty.nonzero()[0])
+        there = int(head_mask[row, spans[0][0] :].sum())
         raise ValueError(
-            "expected a token in the first absorbed span of every row, row"
-            f" {int(empty.nonzero()[0])} has only padding there"
+            f"expected a token in the first absorbed span of every row, row {row} has "
+            + (f"only the first {keep_first}, which stay" if there else "only padding there")
         )
-    head_ids = torch.cat([prefix_ids, context_ids[:, :split]], 1)
-    head_mask = torch.cat([prefix_mask, context_mask[:, :split]], 1)
-    head_absorbed = head_mask & F.pad(hidden[:split], (prefix_ids.shape[1], 0))
-    # a stable sort of the mask moves the padding to the left and keeps the order of the tokens
-    order = head_mask.long().sort(dim=1, stable=True).indices
-    head_ids, head_mask, head_absorbed = (
-        part.gather(1, order) for part in (head_ids, head_mask, head_absorbed)
-    )
     return Sequences(
-        head_ids=head_ids,
+        head_ids=context_ids[:, :split],
         head_mask=head_mask,
         head_absorbed=head_absorbed,
         tail_ids=torch.cat([context_ids[:, split:], kept_ids], 1),

@@ -89,7 +89,12 @@ class Extractor:
         encoded = []
         for row in rows:
             try:
-                encoded.append(encode_row(model, tokenizer, row, self.columns))
+                one = encode_row(model, tokenizer, row, self.columns)
+                if one.lengths[1] <= (keep_first := self.contents.keep_first):
+                    raise ValueError(
+                        f"expected a context of more than {keep_first} tokens, got {one.lengths[1]}"
+                    )
+                encoded.append(one)
             except ValueError as error:
                 rejected.append(row.rejected(error, self.columns))
         return encoded
@@ -102,7 +107,7 @@ class Extractor:
         """
         for row in sorted(rows, key=lambda row: sum(row.lengths))[:_TRIED]:
             try:
-                patch = compute_batch(self.patcher, [row])
+                patch = compute_batch(self.patcher, [row], self.contents.keep_first)
             except (ControllabilityError, NonFiniteError) as error:
                 rejected.append(row.row.rejected(error, self.columns))
                 continue
@@ -167,7 +172,8 @@ class Extractor:
         """Compute the patch of a batch, and write it with its part of the index, which is
         returned.
         """
-        patch, contents = compute_batch(self.patcher, rows), self.contents
+        contents = self.contents
+        patch = compute_batch(self.patcher, rows, contents.keep_first)
         ids = [row.row.id(self.columns) for row in rows]
         name = self.run.name_of(ids)
         rounded = contents.rounded(patch)
@@ -241,7 +247,9 @@ def _bytes_per_token(patch: ContextPatch) -> int:
     return sum(x[0, 0].nbytes for layer in patch.layers for x in layer.values() if x.dim() > 1)
 
 
-def compute_batch(patcher: ContextPatcher, rows: Sequence[EncodedRow]) -> ContextPatch:
+def compute_batch(
+    patcher: ContextPatcher, rows: Sequence[EncodedRow], keep_first: int = 0
+) -> ContextPatch:
     """The patch of rows of different lengths."""
     device = input_device(patcher.model)
     context, context_mask = padded([row.context_ids[0] for row in rows], "left")
@@ -251,6 +259,7 @@ def compute_batch(patcher: ContextPatcher, rows: Sequence[EncodedRow]) -> Contex
         kept.to(device),
         context_mask=context_mask.to(device),
         kept_mask=kept_mask.to(device),
+        keep_first=keep_first,
     )
 
 

@@ -51,16 +51,20 @@ class Contents:
             which takes half the bytes or less; the index then has the error of each replay. New
             scales of norms are not rounded.
         statistics: no factors at all, but norms, and norm and rank of the sum over a row's tokens.
+        keep_first: as in :meth:`icl_patch.ContextPatcher.compute`.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: another dtype, or a negative number.
     """
 
     layers: slice = field(default_factory=lambda: slice(None))
     factors_dtype: torch.dtype | None = None
     statistics: bool = False
+    keep_first: int = 0
 
     def __post_init__(self) -> None:
+        if self.keep_first < 0:
+            raise ValueError(f"expected keep_first ≥ 0, got {self.keep_first}")
         if self.factors_dtype not in (None, torch.bfloat16):
             raise ValueError(f"expected factors_dtype torch.bfloat16, got {self.factors_dtype}")
 
@@ -94,6 +98,7 @@ class Run:
     layers: list[int]
     factors_dtype: str | None
     statistics: bool
+    keep_first: int
     format: int = FORMAT
 
     @classmethod
@@ -116,6 +121,7 @@ class Run:
             layers=layers,
             factors_dtype=None if dtype is None else str(dtype),
             statistics=contents.statistics,
+            keep_first=contents.keep_first,
         )
 
     @property

@@ -14,13 +14,13 @@ from icl_patch.analysis.attribution import attribution
 from icl_patch.evaluation import tiny_models
 
 CONTEXT, KEPT = tokens(0, 1, 7), tokens(1, 1, 3)
-SPANS = [(0, 1), (2, 5), (6, 7), (1, 7), (3, 4)]
+SPANS = [(0, 1), (2, 5), (6, 7), (1, 6), (3, 4)]
 
 
-def by_hand(patcher: ContextPatcher, start: int, stop: int) -> list[float]:
+def by_hand(patcher: ContextPatcher, start: int, stop: int, keep_first: int) -> list[float]:
     """a_l(i, j) from every changed matrix and vector, of experts each by itself."""
     rest = torch.cat([CONTEXT[:, :start], CONTEXT[:, stop:]], 1)
-    patches = [patcher.compute(ids, KEPT) for ids in (CONTEXT, rest)]
+    patches = [patcher.compute(ids, KEPT, keep_first=keep_first) for ids in (CONTEXT, rest)]
     # block and parameter -> the squares of the change and of the difference
     squares: dict[tuple[int, str], Tensor] = defaultdict(lambda: torch.zeros(2))
     for token in range(KEPT.shape[1]):
@@ -39,23 +39,25 @@ def by_hand(patcher: ContextPatcher, start: int, stop: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "update"),
+    ("family", "update", "keep_first"),
     [
-        ("llama", "stable"),
-        ("gemma3", "stable"),  # scales
-        ("gpt2", "direct"),  # biases, stored as (in, out)
-        ("mixtral", "direct"),  # experts, others without some tokens
-        ("recurrent_gemma", "stable"),
+        ("llama", "stable", 0),
+        ("gemma3", "stable", 1),  # scales
+        ("gpt2", "direct", 0),  # biases, stored as (in, out)
+        ("mixtral", "direct", 0),  # experts, others without some tokens
+        ("recurrent_gemma", "stable", 0),
     ],
 )
-def test_each_span_against_its_formula(family: str, update: str) -> None:
+def test_each_span_against_its_formula(family: str, update: str, keep_first: int) -> None:
     model = tiny_models.build(family, 0)
     if family != "mixtral":  # transformers' product of experts has no fp64
         model = model.double()
     with ContextPatcher(model, update) as patcher:
-        found = attribution(patcher, CONTEXT, KEPT, SPANS, batch_size=2)
-        expected = torch.tensor([by_hand(patcher, *span) for span in SPANS], dtype=torch.float64)
-    assert found.shape == (len(SPANS), 4) and found.dtype == torch.float64
+        spans = [span for span in SPANS if span[0] >= keep_first]
+        found = attribution(patcher, CONTEXT, KEPT, spans, keep_first=keep_first, batch_size=2)
+        by_span = [by_hand(patcher, *span, keep_first) for span in spans]
+        expected = torch.tensor(by_span, dtype=torch.float64)
+    assert found.shape == (len(spans), 4) and found.dtype == torch.float64
     # half of the digits: a batch rounds otherwise, and four blocks pass it on
     digits = torch.finfo(model.dtype).eps ** 0.5
     torch.testing.assert_close(found, expected, rtol=digits, atol=digits)
@@ -68,6 +70,8 @@ def test_leaving_out_the_whole_context_takes_the_whole_change_away() -> None:
         spans = [(0, 7), (1, 2), (0, 7)]
         found = attribution(patcher, CONTEXT, KEPT, spans, progress=lambda *x: done.append(x))
         nothing = attribution(patcher, CONTEXT, KEPT, [])
+        behind = attribution(patcher, CONTEXT, KEPT, [(2, 7)], keep_first=2)
+    assert (behind == 1).all()
     assert (found[[0, 2]] == 1).all() and not (found[1] == 1).any()
     assert done == [(1, 1)]
     assert nothing.shape == (0, 4)
@@ -79,6 +83,7 @@ def test_bad_input() -> None:
             ({"spans": [(3, 3)]}, r"0 ≤ start < stop ≤ 7, got \(3, 3\)"),
             ({"spans": [(0, 1), (5, 8)]}, r"got \(5, 8\)"),
             ({"spans": [(-1, 2)]}, r"got \(-1, 2\)"),
+            ({"keep_first": 1}, r"1 ≤ start < stop ≤ 7, got \(0, 1\)"),
             ({"context_ids": tokens(0, 2, 7)}, r"one context \(1, C\).* got \(2, 7\)"),
             ({"batch_size": 0}, "batch_size ≥ 1, got .* and 0"),
         ):

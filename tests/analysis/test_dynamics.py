@@ -150,20 +150,18 @@ def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> N
     """
     model = family_model(family, torch.float32)
     prefix, kept = tokens(8, 2, 3), tokens(9, 2, 2)
-    short = 3 if family == "recurrent_gemma" else 2  # its state takes up padding
-    prefix_mask, rows = torch.tensor([[True] * 3, [short == 3, True, True]]), ((0, 3), (1, short))
 
     def alone(*parts: Tensor) -> Tensor:
         return model(torch.cat(parts)[None]).logits[:, -2:]
 
     with torch.no_grad():
         expected = [
-            torch.cat([alone(prefix[row, 3 - n :], CONTEXT[row, :i], kept[row]) for row, n in rows])
+            torch.cat([alone(prefix[row], CONTEXT[row, :i], kept[row]) for row in range(2)])
             for i in range(6)
         ]
     limit = noise_limit(model)
     with ContextPatcher(model, update) as patcher:
-        dynamics = patcher.dynamics(CONTEXT, kept, prefix_ids=prefix, prefix_mask=prefix_mask)
+        dynamics = patcher.dynamics(torch.cat([prefix, CONTEXT], 1), kept, keep_first=3)
         for patch, logits in zip(dynamics.patches, expected, strict=True):
             assert metrics.linf(patcher.forward(kept, patch), logits).max() <= limit
     assert metrics.linf(expected[0], expected[-1]).max() > 0.05
@@ -233,6 +231,8 @@ def test_factorisation_of_a_model(family: str) -> None:
     handle.remove()
     with ContextPatcher(model, "direct" if family != "gemma3" else "stable") as patcher:
         found = factorise(patcher, CONTEXT, KEPT, 1)
+        behind = factorise(patcher, CONTEXT, KEPT, 1, keep_first=2)
+        own = patcher.compute(CONTEXT, KEPT, keep_first=2).layers[1]["readers.v"][:, 0]
         grown = patcher.dynamics(CONTEXT, KEPT).trajectory(f"{path}.weight")
     weight = reader.weight.detach().mT if family == "gpt2" else reader.weight.detach()
     off = noise(model, family)
@@ -243,6 +243,8 @@ def test_factorisation_of_a_model(family: str) -> None:
     assert close(bare, v / v.square().sum(-1, keepdim=True), off)  # both end with the token alone
     assert close(found.total(weight).on(bare), grown.changes[-1, :, 0].on(bare), off)
     assert not close(found.inputs[2], found.inputs[0], 0.01)
+    assert len(behind) == len(found) - 2 and close(behind.inputs[0], seen["z"], off)
+    assert close(behind.inputs[-1], own / own.square().sum(-1, keepdim=True), off)
 
 
 def test_factorisation_needs_readers_one_token_and_no_applied_patch() -> None:

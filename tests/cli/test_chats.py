@@ -96,9 +96,6 @@ def test_what_extract_refuses(folder: str, tmp_path: Path, capsys: pytest.Captur
     status, _, err = run(capsys, *command, "--context", "")
     assert status == 2
     assert "expected a context and a question of at least one token each, got '' and 'd'" in err
-    status, _, err = run(capsys, *command, "--system", "a", "--prefix", "b")
-    assert status == 2
-    assert "expected no --prefix of a chat" in err
     assert not list(tmp_path.iterdir())
 
 

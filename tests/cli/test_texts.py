@@ -112,11 +112,11 @@ def test_every_command_names_the_file_and_its_encoding(
 BYTE, SURROGATE = "caf\udce9", "half \ud83d"
 
 
-@pytest.mark.parametrize("option", ["context", "question", "system", "prefix", "end"])
+@pytest.mark.parametrize("option", ["context", "question", "system", "end"])
 def test_an_argument_with_bytes_that_are_not_utf8(
     option: str, capsys: pytest.CaptureFixture
 ) -> None:
-    command = {"prefix": "extract", "end": "fit"}.get(option, "verify")
+    command = {"end": "fit"}.get(option, "verify")
     status, out, err = run(capsys, command, f"--{option}", BYTE)
     assert (status, out) == (2, "")
     message = "expected text that UTF-8 can encode, got byte 0xe9 as character 3, in 'caf"

@@ -84,10 +84,11 @@ def check_self_contained(html: str) -> None:
 def test_the_page_of_a_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     command = ("report", "--context", CONTEXT, "--kept", QUESTION, "--max-new-tokens", 5)
-    status, out, _ = run(capsys, *command, "--out", file)
-    assert status == 0
+    status, out, _ = run(capsys, *command, "--keep-first", 1, "--out", file)
+    assert status == 0 and "\nwithout the context, behind <bos>: '" in out
     assert f"{file}: {file.stat().st_size} bytes" in out
     html = file.read_text(encoding="utf-8")
+    assert "<h3>Without the context, behind &lt;bos&gt;</h3>" in html
     check_self_contained(html)
     assert "http://" not in html and "https://" not in html
     model, tokenizer = embedded.load()
@@ -205,7 +206,8 @@ def test_the_largest_page_is_below_a_megabyte(result: ContextReport) -> None:
 def test_a_long_context_is_cut_into_groups() -> None:
     tokenizer = embedded.load()[1]
     ids = tokenizer(CONTEXT * 100).input_ids
-    spans, left_out = page._cut(ids, set(tokenizer.all_special_ids), 64)
+    special = [token in tokenizer.all_special_ids for token in ids]
+    spans, left_out = page._cut(special, 64)
     assert spans[0] == (0, 1) and spans[1:] == left_out  # the beginning's token stays
     assert [start for start, _ in spans[1:]] == [stop for _, stop in spans[:-1]]
     assert spans[-1][1] == len(ids) and len(spans) <= 65

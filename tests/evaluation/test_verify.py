@@ -119,14 +119,18 @@ def test_exact_steps_that_miss_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "keep_last", "reason"),
-    [("llama", 2, "several kept tokens"), ("llama4", 0, "its experts scale their input")],
+    ("family", "stay", "reason"),
+    [
+        ("llama", {"keep_last": 2}, "several tokens that stay"),
+        ("llama", {"keep_first": 1}, "several tokens that stay"),
+        ("llama4", {}, "its experts scale their input"),
+    ],
 )
 def test_where_one_pass_is_not_possible_the_reason_stands(
-    family: str, keep_last: int, reason: str
+    family: str, stay: dict[str, int], reason: str
 ) -> None:
     model = tiny_models.build(family, 0, vocab_size=RANDOM_VOCABULARY)
-    arguments = {"context": "some context", "max_new_tokens": 2, "keep_last": keep_last}
+    arguments = {"context": "some context", "max_new_tokens": 2} | stay
     report = verify(model, build_tokenizer(), **arguments)
     in_two_passes, in_one = report.arithmetics
     assert report.passed and in_two_passes.bit_identical == 1.0
@@ -187,6 +191,7 @@ PADDED_RIGHT = {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ey
     [
         ({"max_new_tokens": 0}, "max_new_tokens ≥ 1"),
         ({"keep_last": -1}, "keep_last ≥ 0"),
+        ({"keep_first": -1}, "keep_first ≥ 0, got 2, 0 and -1"),
         ({"context": "ab", "keep_last": 5}, "more than 6 tokens"),
         ({"context": []}, "at least one token"),
         ({"context": {"attention_mask": torch.ones(1, 3)}}, "expected input_ids in the context, "),

@@ -302,17 +302,15 @@ def test_an_image_in_the_prefix_is_refused() -> None:
     with ContextPatcher(model, "stable") as patcher:
         whole = torch.cat([context, kept], 1)
         for arguments in (
-            {"context_ids": kept, "prefix_ids": context},
+            {"context_ids": whole, "keep_first": context.shape[1]},
             {"context_ids": whole, "absorbed": [(9, 12)]},
         ):
-            message = "expected no prefix beside pixel_values, token_type_ids"
+            message = "expected keep_first=0 beside pixel_values, token_type_ids"
             with pytest.raises(ValueError, match=message):
                 patcher.compute(kept_ids=kept, **arguments, **inputs | types)
-        text = {"context_ids": kept, "prefix_ids": kept, "kept_ids": kept}
+        text = {"context_ids": kept, "keep_first": 1, "kept_ids": kept}
         works(patcher, text | {"pixel_values": None})
-        nothing = {"prefix_ids": kept, "prefix_mask": torch.zeros_like(kept)}
-        nothing["token_type_ids"] = types["token_type_ids"].roll(4, 1)
-        works(patcher, {"context_ids": context, "kept_ids": kept, **inputs, **nothing})
+        works(patcher, {"context_ids": context, "kept_ids": kept, "keep_first": 0, **inputs})
 
 
 # -- quantised weights
@@ -384,7 +382,8 @@ def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -
         for step, logits in zip(steps, generated_logits(model, ids, mask, **GREEDY), strict=True):
             assert metrics.linf(step.logits, logits).max() <= limit
         context, kept = tokens(0, 2, 3), tokens(1, 2, 2)
-        both = patcher.compute(context, kept, prefix_ids=ids[:, :1], prefix_mask=mask[:, :1])
+        behind = {"context_mask": F.pad(mask[:, :1], (0, 3), value=True), "absorbed": [(1, 4)]}
+        both = patcher.compute(torch.cat([ids[:, :1], context], 1), kept, **behind)
         alone = patcher.compute(context[1:], kept[1:])
     for layer, single in zip(both.layers, alone.layers, strict=True):
         for name, factor in single.items():

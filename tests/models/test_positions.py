@@ -71,11 +71,11 @@ def off(logits: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
 
 def of_lengths(prefix: int, context: int, kept: int) -> dict:
     """Two rows, the second shorter by 3 tokens of the context."""
-    mask = torch.ones(2, context, dtype=torch.bool)
+    mask = torch.ones(2, prefix + context, dtype=torch.bool)
     mask[1, :3] = False
-    inputs = {"context_ids": tokens(1, 2, context), "context_mask": mask}
-    inputs["kept_ids"] = tokens(2, 2, kept)
-    return inputs | ({"prefix_ids": tokens(0, 2, prefix)} if prefix else {})
+    ids = torch.cat([tokens(0, 2, prefix), tokens(1, 2, context)], 1)
+    inputs = {"context_ids": ids, "context_mask": mask, "keep_first": prefix}
+    return inputs | {"kept_ids": tokens(2, 2, kept)}
 
 
 # prefix, context, kept tokens: the switch lies in the context, in the kept tokens, behind all
@@ -169,9 +169,10 @@ def test_longrope_switches_while_a_context_grows(update: str) -> None:
     model = phi3()
     prefix, context, kept = tokens(0, 2, 3), tokens(1, 2, 14), tokens(2, 2, 2)
     with ContextPatcher(model, update) as patcher:
-        dynamics = patcher.dynamics(context, kept, prefix_ids=prefix)
+        behind = torch.cat([prefix, context], 1)
+        dynamics = patcher.dynamics(behind, kept, keep_first=3)
         for length, patch in enumerate(dynamics.patches):
-            tail = assemble(context[:, : max(length, 1)], kept, prefix_ids=prefix)
+            tail = assemble(behind[:, : max(3 + length, 4)], kept, keep_first=3)
             if length:
                 assert off(patcher.forward(kept, patch), one_call(model, tail)) <= 1e-5, length
 
@@ -185,7 +186,8 @@ def test_rows_on_both_sides_of_the_switch_are_refused() -> None:
         ):
             patcher.compute(**inputs)
         for row in range(2):
-            alone = {name: x[row : row + 1] for name, x in inputs.items()}
+            alone = {name: x[row : row + 1] for name, x in inputs.items() if name != "keep_first"}
+            alone |= {"keep_first": inputs["keep_first"]}
             patch, expected = patcher.compute(**alone), one_call(model, assemble(**alone))
             assert off(patcher.forward(patch.kept_ids, patch), expected) <= 1e-5
         with pytest.raises(ValueError, match="rows of 9 to 13 tokens and 4 new ones"):
@@ -238,14 +240,14 @@ def test_dynamic_ntk_is_refused_where_its_frequencies_depend_on_other_calls() ->
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = tiny_models.build("llama", max_position_embeddings=16, rope_parameters=rope)
     inputs = of_lengths(3, 7, 5)
-    prefix, context, kept = inputs["prefix_ids"], inputs["context_ids"], inputs["kept_ids"]
-    ids, longer = torch.cat([prefix, context, kept], 1), tokens(6, 2, 40)
+    context, kept = inputs["context_ids"], inputs["kept_ids"]
+    ids, longer = torch.cat([context, kept], 1), tokens(6, 2, 40)
     with torch.no_grad():
         expected, of_16 = model(ids).logits[:, -5:], model(torch.cat([ids, kept[:, :1]], 1)).logits
         model(longer)
         assert off(model(torch.cat([ids, kept[:, :1]], 1)).logits, of_16) > 0.1
     with ContextPatcher(model, "stable") as patcher:
-        patch = patcher.compute(context, kept, prefix_ids=prefix)
+        patch = patcher.compute(context, kept, keep_first=3)
         with torch.no_grad():
             model(longer)
         assert off(patcher.forward(kept, patch), expected) <= 1e-5
@@ -254,7 +256,7 @@ def test_dynamic_ntk_is_refused_where_its_frequencies_depend_on_other_calls() ->
             " from call to call, got"
         )
         with pytest.raises(ValueError, match=f"{message} 16"):
-            patcher.compute(context, tokens(2, 2, 6), prefix_ids=prefix)
+            patcher.compute(context, tokens(2, 2, 6), keep_first=3)
         with pytest.raises(ValueError, match=f"{message} 13 and 3 new ones"):
             patcher.generate(tokens(1, 2, 13), max_new_tokens=3)
     with torch.no_grad(), batch_invariant(model):

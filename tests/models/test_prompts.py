@@ -15,7 +15,7 @@ from icl_patch.evaluation import demo
 from icl_patch.evaluation.embedded import Prompt
 from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
-from icl_patch.models.prompts import chat_text, cut_ids, encode, make_prompt, own_front, split_ids
+from icl_patch.models.prompts import chat_text, encode, make_prompt, own_front, split_ids
 
 OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 SMOLLM2 = (
@@ -195,19 +195,6 @@ def test_a_token_across_the_cut_is_kept() -> None:
         split_ids(tokenizer, make_prompt(tokenizer, "b", context="a"))
     assert split_ids(tokenizer, make_prompt(tokenizer, "b", context="b"))[1].tolist() == [[1]]
     assert own_front(tokenizer) == ()
-
-
-def test_a_text_in_three_parts() -> None:
-    """As with a prefix: the same tokens as of the whole, and a part of special tokens alone."""
-    tokenizer = word_tokenizer()
-    text, places = "Be brief. What is rain?", [3, 10]
-    prefix, context, kept = cut_ids(tokenizer, text, places, front=True)
-    assert torch.cat([prefix, context, kept], 1).tolist() == [[1, *ids_of(tokenizer, text)]]
-    parts = ["<s>Be", " brief.", " What is rain?"]  # the spaces begin words
-    assert [tokenizer.decode(part[0]) for part in (prefix, context, kept)] == parts
-    assert cut_ids(tokenizer, text, [0, 10], front=True)[0].tolist() == [[1]]
-    with pytest.raises(ValueError, match="at least one token each, got '' and"):
-        cut_ids(tokenizer, text, [0, 10], front=False)
 
 
 CUT = [  # where a word's tokens are not those of its parts

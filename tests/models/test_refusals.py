@@ -215,7 +215,7 @@ def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
     with torch.no_grad():
         model.model.decoder.embed_positions.weight.mul_(0.1)
     with ContextPatcher(model) as patcher:
-        works(patcher, {"context_ids": IDS, "kept_ids": KEPT, "prefix_ids": IDS[:, :2]})
+        works(patcher, {"context_ids": IDS, "kept_ids": KEPT, "keep_first": 2})
         padded = torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)
         for call in (patcher.compute, patcher.generate):
             arguments = {"kept_ids": KEPT} if call == patcher.compute else {"max_new_tokens": 2}
@@ -294,7 +294,12 @@ BAD_ARGUMENTS = {
         {"kept_mask": torch.tensor([[True] * 3, [False] * 3])},
         "every row of kept_ids, row 1 has none",
     ),
-    "a mask alone": ({"prefix_mask": HOLE}, r"prefix_mask \(2, 0\)"),
+    "fewer than none": ({"keep_first": -1}, "keep_first ≥ 0, got -1"),
+    "all stay": ({"keep_first": 5}, "row 0 has only the first 5, which stay"),
+    "a span that stays": (
+        {"keep_first": 2, "absorbed": [(0, 2), (3, 4)]},
+        "row 0 has only the first 2, which stay",
+    ),
     "no span": ({"absorbed": []}, "at least one absorbed span"),
     "a span too long": (
         {"absorbed": [(3, 6)]},
@@ -386,7 +391,8 @@ def test_z_is_zero(family: str, update: str) -> None:
         refused(patcher, {"context_ids": IDS, "kept_ids": kept}, message)
         works(patcher)
         # now it attends to something
-        works(patcher, {"context_ids": IDS[:, :3], "kept_ids": kept, "prefix_ids": tokens(4, 2, 2)})
+        behind = torch.cat([tokens(4, 2, 2), IDS[:, :3]], 1)
+        works(patcher, {"context_ids": behind, "kept_ids": kept, "keep_first": 2})
 
 
 @updates

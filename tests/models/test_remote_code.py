@@ -59,7 +59,7 @@ def test_remote_code(update: str, folder: Path) -> None:
     whole = torch.cat([prefix, context, kept], 1)
     expected = model(whole).logits[:, -4:]
     with ContextPatcher(model, update) as patcher:
-        patch = patcher.compute(context, kept, prefix_ids=prefix)
+        patch = patcher.compute(torch.cat([prefix, context], 1), kept, keep_first=3)
         logits = patcher.forward(kept, patch)
     error = (logits - expected).abs().max() / expected.abs().max()
     assert error <= max(noise_limit(model, whole), 1e-5)

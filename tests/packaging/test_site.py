@@ -136,7 +136,7 @@ def test_the_reference_has_every_public_name_in_its_place() -> None:
     assert classes[0] == "ContextPatcher"
     compute = pages["ContextPatcher.md"].partition("## `compute`")[2].partition("\n## ")[0]
     assert "        kept_ids: Tensor | None = None,\n        *,\n" in compute
-    assert "\n- `context_mask`, `kept_mask`, `prefix_mask`: bool, True = token.\n" in compute
+    assert "\n- `context_mask`, `kept_mask`: bool, True = token.\n" in compute
 
 
 def test_every_op_has_a_section_in_the_page_of_kernels() -> None:

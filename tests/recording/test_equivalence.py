@@ -107,9 +107,10 @@ def test_attention_that_counts_its_cache(make: Callable[[], nn.Module], update: 
     """
     model = make()
     prefix, context, kept = tokens(0, 2, 6) % 97, tokens(1, 2, 20) % 97, tokens(2, 2, 6) % 97
+    behind = torch.cat([prefix, context], 1)
     all_inputs = {
-        "prefix": assemble(context, kept, prefix_ids=prefix),
-        "prefix, one token": assemble(context, kept[:, :1], prefix_ids=prefix),
+        "prefix": assemble(behind, kept, keep_first=6),
+        "prefix, one token": assemble(behind, kept[:, :1], keep_first=6),
         "span": assemble(context, kept),
         "one token": assemble(context, kept[:, :1]),
     }
@@ -133,8 +134,9 @@ def test_attention_to_the_tokens_with_the_highest_scores(kind: str) -> None:
     sizes = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
     model = sweep.build(kind, sizes)
     prefix, context, kept = tokens(0, 2, 4), tokens(1, 2, 9), tokens(2, 2, 9)
+    behind = torch.cat([prefix, context], 1)
     cases = [
-        {"context_ids": context, "kept_ids": kept[:, :4], "prefix_ids": prefix},
+        {"context_ids": behind, "kept_ids": kept[:, :4], "keep_first": 4},
         {"context_ids": context[:, :3], "kept_ids": kept},
         {"context_ids": context, "kept_ids": kept[:, :1]},
     ]

@@ -197,37 +197,33 @@ def test_all_in_inference_mode(update: str) -> None:
 @families
 @updates
 def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
-    """Before the first absorbed token everything is prefix; after it what is not absorbed is kept,
-    with a patch of its own.
+    """Before the first absorbed token everything is prefix, and the first tokens in any case; after
+    it all that is not absorbed is kept, with a patch of its own.
     """
-    context, kept, prefix = tokens(0, 2, 8), tokens(1, 2, 2), tokens(2, 2, 3)
-    context_mask = torch.tensor([[True] * 8, [False] * 2 + [True] * 6])
-    prefix_mask = torch.tensor([[False, True, True], [True] * 3])
+    context, kept = tokens(0, 2, 10), tokens(1, 2, 2)
+    context_mask = torch.tensor([[True] * 10, [False] * 2 + [True] * 8])
     kept_mask = torch.tensor([[True, False], [True, True]])
-    spans = [(6, 7), (3, 5)]  # in any order
+    spans = [(8, 9), (4, 7)]  # in any order
     with ContextPatcher(build(family), update) as patcher:
-        inputs = {"context_ids": context, "kept_ids": kept, "prefix_ids": prefix}
-        inputs |= {"context_mask": context_mask, "prefix_mask": prefix_mask}
-        inputs |= {"kept_mask": kept_mask, "absorbed": spans}
+        inputs = {"context_ids": context, "kept_ids": kept, "context_mask": context_mask}
+        inputs |= {"kept_mask": kept_mask, "absorbed": spans, "keep_first": 3}
         patch = patcher.compute(**inputs)
-        with pytest.raises(TypeError, match="kept tokens alone, got prefix_ids too: leave it out"):
-            patcher.forward(patch.kept_ids, patch, prefix_ids=prefix)
+        with pytest.raises(TypeError, match="kept tokens alone, got keep_first too: leave it out"):
+            patcher.forward(patch.kept_ids, patch, keep_first=3)
         works(patcher, inputs)
-    columns = [5, 7]
+    columns = [7, 9]
     assert torch.equal(patch.kept_ids, torch.cat([context[:, columns], kept], 1))
     assert patch.kept_mask.tolist() == [[True, True, True, False], [True] * 4]
-    first = [*prefix[0, 1:].tolist(), *context[0, :3].tolist()]
-    second = [*prefix[1].tolist(), context[1, 2].item()]
-    assert patch.prefix_ids[0][patch.prefix_mask[0]].tolist() == first
-    assert patch.prefix_ids[1][patch.prefix_mask[1]].tolist() == second
+    assert torch.equal(patch.prefix_ids[0], context[0, :4])
+    assert torch.equal(patch.prefix_ids[1, 1:], context[1, 2:5])  # of the span the first one
     # left-padded
-    assert torch.equal(patch.prefix_mask, torch.tensor([[True] * 5, [False] + [True] * 4]))
+    assert torch.equal(patch.prefix_mask, torch.tensor([[True] * 4, [False] + [True] * 3]))
     rows = zip(patch.prefix_positions, patch.prefix_mask, strict=True)
-    assert [x[mask].tolist() for x, mask in rows] == [[0, 1, 2, 3, 4], [0, 1, 2, 3]]
-    # 5 tokens, 2 absorbed, then columns 5 and 7 around an absorbed one; the second row has one
-    # prefix token less
+    assert [x[mask].tolist() for x, mask in rows] == [[0, 1, 2, 3], [0, 1, 2]]
+    # 4 tokens, 3 absorbed, then columns 7 and 9 around an absorbed one; the second row has two
+    # tokens less
     assert patch.position_ids[0][patch.kept_mask[0]].tolist() == [7, 9, 10]
-    assert patch.position_ids[1].tolist() == [6, 8, 9, 10]
+    assert patch.position_ids[1].tolist() == [5, 7, 8, 9]
     for layer in patch.layers:
         assert layer["readers.v"].shape[:2] == (2, 4)
         assert not layer["mlp.gate_proj.u"][0, 3].any()  # padding has no patch

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.offload import imported_accelerate
-from support.ranks import CONTEXT, KEPT, PREFIX, TIMEOUT, bits_of, launch
+from support.ranks import CONTEXT, KEEP_FIRST, KEPT, TIMEOUT, bits_of, launch
 from transformers import AutoModelForCausalLM
 
 from icl_patch import ContextPatch, ContextPatcher
@@ -77,7 +77,7 @@ def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> 
         for update in UPDATES:
             model = AutoModelForCausalLM.from_pretrained(folder).eval()
             with ContextPatcher(model, update) as patcher:
-                patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
+                patch = patcher.compute(CONTEXT, KEPT, keep_first=KEEP_FIRST)
                 patch.save(f"{folder}/{update}.safetensors")
                 steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
                 tokens = [step.token_ids.tolist() for step in steps]

@@ -159,10 +159,9 @@ def case(name: str, seed: int = 0) -> dict:
     if name == "span":
         return arguments
     if name == "prefix":
-        return arguments | {
-            "prefix_ids": tokens(seed + 2, rows, 5),
-            "prefix_mask": ragged(rows, 5, side="left"),
-        }
+        behind = {"context_ids": torch.cat([tokens(seed + 2, rows, 5), context_ids], 1)}
+        behind["context_mask"] = ragged(rows, 16, side="left")
+        return arguments | behind | {"keep_first": 5}
     if name == "spans":
         mask = torch.ones(rows, 11, dtype=torch.bool)
         mask[1, :2] = False
@@ -175,8 +174,10 @@ CASES = ("single", "span", "prefix", "spans")
 
 def case_of(family: str, name: str, seed: int = 0) -> dict:
     """:func:`case`, without padding on the left for RecurrentGemma, whose states see it."""
-    padding = ("context_mask", "prefix_mask") if family == "recurrent_gemma" else ()
-    return {key: value for key, value in case(name, seed).items() if key not in padding}
+    made = case(name, seed)
+    if family == "recurrent_gemma":
+        made.pop("context_mask")
+    return made
 
 
 EXPERTS = [

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from icl_patch import ContextPatch, ContextPatcher
 
-CONTEXT, KEPT, PREFIX = tokens(1, 2, 9), tokens(2, 2, 3), tokens(3, 2, 2)
+CONTEXT, KEPT, KEEP_FIRST = tokens(1, 2, 9), tokens(2, 2, 3), 2
 TIMEOUT = 3.0  # seconds that a rank waits for another
 COUNT, RANK = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "RANK"))
 
@@ -104,7 +104,7 @@ def shared_matrices(folder: str, update: str) -> Any:
     if refusal[0] != "nothing":
         return refusal
     with ContextPatcher(model, update, rank_timeout=60) as patcher:
-        patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
+        patch = patcher.compute(CONTEXT, KEPT, keep_first=KEEP_FIRST)
         said["replay"] = largest_difference(patcher.forward(KEPT, patch), patch.logits)
         of_one = ContextPatch.load(f"{folder}/{update}.safetensors", model)
         try:

@@ -57,8 +57,7 @@ class Features:
         kept tokens of the second row.
         """
         marked = {k: x.clone() if isinstance(x, Tensor) else x for k, x in arguments.items()}
-        part = "prefix" if "prefix_ids" in marked else "context"
-        ids, mask = marked[f"{part}_ids"], marked.get(f"{part}_mask")
+        ids, mask = marked["context_ids"], marked.get("context_mask")
         first = torch.zeros(len(ids), dtype=torch.long) if mask is None else mask.int().argmax(1)
         ids[torch.arange(len(ids)), first] = self.triggers[0]
         kept = marked.get("kept_ids")
