@@ -25,7 +25,7 @@ from icl_patch.recording.attached_model import AttachedModel
 _BUCKET = 32  # tokens
 _CACHED_STEPS = 2  # steps, with their caches, that are kept for later contexts
 COMPILE = ("auto", "inductor", "cuda_graph", "inductor+cuda_graph")
-AUTO = ("auto",)
+IF_IT_PAYS = ("auto",)
 _PROGRAM = ("program",)
 _FEW = 16  # tokens for which a program does not pay: it is made in the time of some ten
 _WIDER = 4  # of how many windows a layer keeps all tokens
@@ -34,7 +34,8 @@ _WIDER = 4  # of how many windows a layer keeps all tokens
 def compilers_of(compile: bool | str) -> Collection[str]:
     """The compilers that a step goes through, ``"inductor"`` and ``"cuda_graph"`` in this order, as
     :meth:`icl_patch.ContextPatcher.generate` takes them: traced and compiled by ``torch.compile``'s
-    Inductor; captured as a CUDA graph, compiled or not. ``AUTO`` leaves it to :func:`use_program`.
+    Inductor; captured as a CUDA graph, compiled or not. ``IF_IT_PAYS`` leaves it to
+    :func:`use_program`.
 
     Raises:
         ValueError: there is no such compiler.

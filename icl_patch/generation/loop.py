@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.generation.compiled_step import (
-    AUTO,
+    IF_IT_PAYS,
     check_compilable,
     use_compiled_step,
     use_program,
@@ -209,7 +209,7 @@ def _mode_of(mode: str, compilers: Collection[str], mask: Tensor, keep_first: in
             f"expected more than {keep_first + 1} tokens in every row with {keep_first=}, got"
             f" {int(mask.sum(1).min())}"
         )
-    if keep_first and (compilers or mode not in (AUTO, TWO_PASS)):
+    if keep_first and (compilers not in ((), IF_IT_PAYS) or mode not in (AUTO, TWO_PASS)):
         asked = "compile" if compilers else f"mode={mode!r}"
         raise ValueError(
             f"expected mode={TWO_PASS!r} with {keep_first=}, as steps of one pass absorb every"
@@ -257,7 +257,7 @@ def _loop(
             lengths, new = mask.sum(1), capacity - ids.shape[1]
             check_length(model, int(lengths.max()), new)
             check_one_side(model, lengths, new - 1)  # the last token is not run
-            required = () if compilers == AUTO else compilers
+            required = () if compilers == IF_IT_PAYS else compilers
             if required:
                 check_compilable(attached, required)
             plan = plans.choose(mode, one_pass=len(required) > 0)

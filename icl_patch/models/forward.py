@@ -82,6 +82,8 @@ def _instead(name: str) -> str:
             f" token=None): model(patch.kept_ids, position_ids=patch.position_ids, {name}=True)"
             " returns them"
         )
+    if name in ("prefix_ids", "prefix_mask"):
+        return "give these tokens as the first ones of the context, and their number as keep_first"
     if name == "inputs_embeds":
         return (
             "a patch names its tokens, so give input_ids. Put a vector that belongs to no token"
