@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chats import chat_model
+from support.chats import shallow_chat_model
 from support.numeric import noise_limit, on_a_gpu, seeded
 from torch import Tensor
 from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
@@ -158,8 +158,11 @@ def test_a_saved_model_takes_the_place_of_a_random_one(
     assert "expected --model with none but generation, answer, passes" in capsys.readouterr().err
 
 
-def test_a_whole_answer_has_the_tokens_of_the_model(tmp_path: Path) -> None:
-    chosen = answer.cases(CPU, quick=False, model=chat_model(tmp_path / "chat-model"))
+def test_a_whole_answer_has_the_tokens_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "NEW", 5)
+    chosen = answer.cases(CPU, quick=False, model=shallow_chat_model(tmp_path / "chat-model"))
     assert [case.name for case in chosen] == ["chat-model float32", "chat-model bfloat16"]
     assert answer.cases(CPU, quick=False) == []
     compared = chosen[0].build()

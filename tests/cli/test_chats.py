@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chats import chat_model
+from support.chats import shallow_chat_model
 from support.commands import run
 from transformers import GenerationMixin
 
@@ -37,7 +37,7 @@ WAYS = {  # options, ask's arguments, the text before the kept one, the kept tex
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The embedded model with a chat template."""
-    return chat_model(tmp_path_factory.mktemp("chat") / "model")
+    return shallow_chat_model(tmp_path_factory.mktemp("chat") / "model")
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

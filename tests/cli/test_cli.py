@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from icl_patch import ContextPatch, ContextPatcher, embedded
 from icl_patch.bench.commands import tune
 from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
-from icl_patch.evaluation import report
+from icl_patch.evaluation import demo, report
 from icl_patch.evaluation.verify import verify
 from icl_patch.generation.plans import MODES
 from icl_patch.ops import native
@@ -186,8 +186,20 @@ def test_errors_are_a_line_on_stderr_or_json(
     assert not list(tmp_path.iterdir())
 
 
-def test_demo_answers_and_verifies(capsys: pytest.CaptureFixture) -> None:
-    status, out, _ = run(capsys, "demo", "--prompts", "2", "--max-new-tokens", "6", "--json")
+def test_demo_answers_and_verifies(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run of the command prints the results of the first."""
+    results: dict[str, Any] = {}
+
+    def computed_once(name: str) -> Callable[..., Any]:
+        own = getattr(demo, name)
+        return lambda *given: results.get(name) or results.setdefault(name, own(*given))
+
+    for name in ("answer_each", "verify_grid"):
+        monkeypatch.setattr(demo, name, computed_once(name))
+    command = ("demo", "--prompts", "2", "--max-new-tokens", "2")
+    status, out, _ = run(capsys, *command, "--json")
     data = json.loads(out)
     assert status == 0 and data["passed"] is True
     assert {(entry["update"], entry["dtype"]) for entry in data["verify"]} == {
@@ -195,11 +207,11 @@ def test_demo_answers_and_verifies(capsys: pytest.CaptureFixture) -> None:
     }
     answer = embedded.held_out_prompts(embedded.KINDS[0], 1)[0].answer
     assert data["answers"][0]["patched"] == answer
-    status, out, _ = run(capsys, "demo", "--prompts", "2", "--max-new-tokens", "1")
+    status, out, _ = run(capsys, *command)
     lines = out.splitlines()
     assert "without it, but patched" in " ".join(out.split())
-    assert "exact, bfloat16: identical: yes, 2 of 2 tokens" in lines
-    assert any(line.startswith("stable, float32: same token: yes, 2 of 2") for line in lines)
+    assert "exact, bfloat16: identical: yes, 4 of 4 tokens" in lines
+    assert any(line.startswith("stable, float32: same token: yes, 4 of 4") for line in lines)
     assert status == 0 and "TVD" not in out  # --verbose shows the tables
 
 

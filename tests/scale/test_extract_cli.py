@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chats import chat_model
+from support.chats import shallow_chat_model
 from support.commands import run
 from support.data_sets import own_logits, prompts, write_json_lines
 
@@ -77,7 +77,7 @@ def test_chats_and_statistics(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """System messages, by the second of two processes, which takes no row of the one group."""
-    folder = chat_model(tmp_path / "model")
+    folder = shallow_chat_model(tmp_path / "model")
     monkeypatch.setenv("WORLD_SIZE", "2")
     columns = ("--system-column", "text", "--kept-column", "question", "--statistics")
     command = (folder, "--dataset", dataset, *columns, "--out", tmp_path / "out")

@@ -39,19 +39,20 @@ def own_steps(
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Tensor]:
     """Logits (B, V) of the model's own decode steps from the last token on, over a cache of the
-    others: of the chosen tokens (B,), or greedily. Each step runs within ``around()``.
+    others: of the chosen tokens (B,), or greedily. The steps run within ``around()``, the prompt
+    outside.
     """
     cache, positions = DynamicCache(config=model.config), (mask.long().cumsum(1) - 1).clamp(min=0)
     before = {"attention_mask": mask[:, :-1].long(), "position_ids": positions[:, :-1]}
     model(ids[:, :-1], **{cache_name(model): cache}, **before)
     token, given = ids[:, -1:], {cache_name(model): cache, "position_ids": positions[:, -1:]}
-    for step in range(count):
-        with around():
+    with around():
+        for step in range(count):
             logits = model(token, attention_mask=mask.long(), **given).logits[:, -1]
-        yield logits
-        token = (logits.argmax(-1) if chosen is None else chosen[step]).unsqueeze(1)
-        given["position_ids"] = given["position_ids"] + 1
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            yield logits
+            token = (logits.argmax(-1) if chosen is None else chosen[step]).unsqueeze(1)
+            given["position_ids"] = given["position_ids"] + 1
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
 
 
 def generated_logits(
