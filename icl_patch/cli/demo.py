@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20,
         help="held-out prompts of the embedded model to answer and verify (default 20)",
     )
-    common.add_max_new_tokens(parser, 26, "tokens to verify per prompt")
+    common.add_max_new_tokens(parser, 26, "most tokens to verify per prompt")
     common.add_verbose(parser)
 
 
@@ -48,12 +48,26 @@ def run(options: argparse.Namespace) -> int:
 
     name, new = options.model, options.max_new_tokens
     prompts = demo.prompts_for(tokenizer) if name else demo.held_out(options.prompts)
-    with common.stage("answering with the context, without it, and patched"):
-        answers = demo.answer_each(model, tokenizer, prompts)
+
+    def show(*shown: Any) -> None:
+        if not options.json:
+            common.print_result(options, {}, *shown)
+
+    answers = []
+    with common.progress_bar("answering with the context, without it, and patched", options) as bar:
+        for row in demo.answer_each(model, tokenizer, prompts):
+            answers.append(row)
+            bar(len(answers), len(prompts))
+    show(_examples(answers), *([] if name else [_accuracy(answers)]))
     # of a model of the user's the first chat, if there are any, and the first few-shot prompt
     chosen = prompts[::3][::-1] if name else prompts
-    with common.progress_bar("verifying each update and dtype") as progress:
-        verified = demo.verify_grid(model, tokenizer, chosen, new, progress)
+    verified = []
+    with common.progress_bar("verifying each update and dtype", options) as bar:
+        for one in demo.verify_grid(model, tokenizer, chosen, new):
+            verified.append(one)
+            bar(len(verified), len(demo.GRID))
+            if not options.verbose:
+                show(f"{one.update}, {one.dtype}: {report.verdict(one)}")
     result: dict[str, Any] = {
         "answers": answers,
         "verify": [entry.to_dict() for entry in verified],
@@ -62,13 +76,8 @@ def run(options: argparse.Namespace) -> int:
             and all(row["patched"] == row["with_context"] for row in answers)
         ),
     }
-    shown: list[Any] = [_examples(answers), *([] if name else [_accuracy(answers)])]
-    if options.verbose:
-        tables = report.verify_tables(verified)
-        shown += [*tables, report.legend(tables)]
-    else:
-        shown += [f"{one.update}, {one.dtype}: {report.verdict(one)}" for one in verified]
-    common.print_result(options, result, *shown)
+    tables = report.verify_tables(verified) if options.verbose else []
+    common.print_result(options, result, *tables, *([report.legend(tables)] if tables else []))
     return 0 if result["passed"] else 1
 
 

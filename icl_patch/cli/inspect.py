@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the file's entries and the size of its changes, and check them against MODEL."""
     if options.model is None and (options.revision, options.device) != (None, None):
         raise ValueError("expected MODEL with --revision or --device")
-    with common.stage("importing torch and transformers"):
+    with common.stage("importing torch and transformers", options):
         from icl_patch.evaluation.report import table
         from icl_patch.patch.context_patch import ContextPatch
         from icl_patch.patch.serialization import read_file
@@ -63,7 +63,8 @@ def _static(options: argparse.Namespace) -> int:
 
     patch = StaticPatch.load(options.patch)
     if options.model is not None:
-        patch.check_model(common.load_for_patch(options, patch.info)[0])
+        common.use_patch(options, patch.info)
+        patch.check_model(common.load(options)[0])
     norms = {path: float(change.norm()) for path, change in patch.changes.items()}
     entries: dict[str, Any] = {"file": str(options.patch), "kind": "static", **vars(patch.info)}
     entries |= {"rank": patch.rank, "bytes": patch.nbytes}
@@ -88,7 +89,8 @@ def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:
     from icl_patch.patch.fingerprints import tokenizer_fingerprint
 
     if options.model is not None:
-        model, tokenizer = common.load_for_patch(options, patch.info)
+        common.use_patch(options, patch.info)
+        model, tokenizer = common.load(options)
         patch.fitted_to(model, tokenizer)
         return tokenizer
     where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model

@@ -28,14 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and write the page; 1 if the update does not keep its promise."""
+    common.check_question(options)
     common.check_out(options)
-    model, tokenizer = common.load(options)
+    tokenizer = common.load_tokenizer(options)
+    prompt = common.read_prompt(options, tokenizer)
+    model, _ = common.load(options, tokenizer)
     from icl_patch.evaluation import report
     from icl_patch.evaluation.context_report import context_report, to_html
     from icl_patch.patch.atomic_file import write_atomically
 
-    prompt = common.read_prompt(options, tokenizer)
-    with common.progress_bar("measuring") as progress:
+    def answered(answers: dict[str, str]) -> None:
+        if not options.json:
+            common.print_result(options, {}, *_lines(answers))
+
+    with common.progress_bar("measuring", options) as progress:
         result = context_report(
             model,
             tokenizer,
@@ -45,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
             groups=options.groups,
             name=_name(options.model),
             progress=progress,
+            on_answers=answered,
         )
     # a token may be half a character
     page = to_html(result).encode("utf-8", errors="replace")
@@ -53,11 +60,14 @@ def run(options: argparse.Namespace) -> int:
     common.print_result(
         options,
         found,
-        *(f"{name.replace('_', ' ')}: {text!r}" for name, text in result.answers.items()),
         report.verdict_lines(result.verified),
         f"{options.out}: {len(page)} bytes",
     )
     return 0 if result.passed else 1
+
+
+def _lines(answers: dict[str, str]) -> list[str]:
+    return [f"{name.replace('_', ' ')}: {text!r}" for name, text in answers.items()]
 
 
 def _name(model: str | None) -> str | None:

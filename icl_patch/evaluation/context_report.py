@@ -116,6 +116,7 @@ def context_report(
     groups: int = 64,
     name: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    on_answers: Callable[[dict[str, str]], None] = lambda answers: None,
 ) -> ContextReport:
     """Measure what a context does to a model's weights.
 
@@ -127,6 +128,7 @@ def context_report(
             each is left out in turn. A short context has a group for each token.
         name: of the model; by default the path or id it was loaded from.
         progress: called with (done, total), once for all groups and then for all tokens.
+        on_answers: called with the answers, before all else is measured.
 
     Raises:
         UnsupportedModelError, ControllabilityError, NonFiniteError: as
@@ -143,6 +145,9 @@ def context_report(
     with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
         without_ids = torch.tensor([without], device=device)
         found = three_continuations(patcher, ids, without_ids, max_new_tokens, prompt.chat)
+        decode: Any = tokenizer.decode
+        answers = {key: decode(x[0], skip_special_tokens=True) for key, x in found.items()}
+        on_answers(answers)
         answer = found["with_context"]
         patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1))
         specials = set(tokenizer.all_special_ids)
@@ -157,12 +162,11 @@ def context_report(
         progress=progress,
         name=name,
     )
-    decode: Any = tokenizer.decode
     measured = dict(zip(left_out, changes, strict=True))
     return ContextReport(
         context=decode(context_ids[0]),
         question=decode(question_ids[0]),
-        answers={key: decode(x[0], skip_special_tokens=True) for key, x in found.items()},
+        answers=answers,
         verified=verified,
         tokens=[decode([step.token_id]) for step in verified.steps],
         sizes=_sizes(patch, [decode([token]) for token in patch.kept_ids[0].tolist()]),

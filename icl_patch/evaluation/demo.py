@@ -2,7 +2,7 @@
 on any other.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from icl_patch.models.prompts import encode, make_prompt, padded, split_ids
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
-DTYPES = (torch.float32, torch.bfloat16)
+GRID = [(dtype, update) for dtype in (torch.float32, torch.bfloat16) for update in UPDATES]
 FEW_SHOT = (
     ("hot - cold\nbig - small\nfast - slow\nlight - dark\n", "old -"),
     ("cat -> cats\nbox -> boxes\ncity -> cities\nleaf -> leaves\n", "baby ->"),
@@ -94,11 +94,10 @@ def three_continuations(
 
 def answer_each(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
-) -> list[dict[str, str]]:
+) -> Iterator[dict[str, str]]:
     """The prompts with the three answers to each, one at a time; the patch is exact. An answer is
     its first line, in a chat all of it.
     """
-    rows = []
     decode: Any = tokenizer.decode
     with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
         for prompt in prompts:
@@ -111,8 +110,7 @@ def answer_each(
             texts = {key: decode(x[0], skip_special_tokens=True) for key, x in found.items()}
             if not chat:
                 texts = {key: text.split("\n", 1)[0] for key, text in texts.items()}
-            rows.append({**vars(prompt), **texts})
-    return rows
+            yield {**vars(prompt), **texts}
 
 
 def verify_grid(
@@ -120,15 +118,10 @@ def verify_grid(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
     max_new_tokens: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[VerifyReport]:
-    """Verify prompts together, for every update and dtype."""
+) -> Iterator[VerifyReport]:
+    """Verify prompts together, for every dtype and update of :data:`GRID`."""
     rows = [torch.cat(encoded(tokenizer, prompt), 1)[0] for prompt in prompts]
     context = dict(zip(("input_ids", "attention_mask"), padded(rows, "left"), strict=True))
-    grid = [(dtype, update) for dtype in DTYPES for update in UPDATES]
-    reports = []
-    for done, (dtype, update) in enumerate(grid, 1):
+    for dtype, update in GRID:
         options: Any = {"max_new_tokens": max_new_tokens, "update": update, "dtype": dtype}
-        reports.append(verify(model, tokenizer, context=context, **options))
-        progress(done, len(grid))
-    return reports
+        yield verify(model, tokenizer, context=context, **options)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from icl_patch import ContextPatcher, UnsupportedModelError, static
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
 from icl_patch.static import Distillation, Example, StaticPatch
-from icl_patch.static.examples import answered
+from icl_patch.static.answers import answered
 from icl_patch.static.matrices import find_matrices
 from icl_patch.static.student import Student
 from icl_patch.static.targets import targets_of, targets_of_texts
@@ -236,7 +236,8 @@ def test_a_question_of_several_contexts_is_held_out_in_all() -> None:
     """Without its context it is one prompt: a fit that had seen it would be measured on it."""
     examples = random_examples(count=7)
     other = [replace(x, with_context=(1, 7, 8, 9, *x.without[1:])) for x in examples]
-    rows = fit_module._split(build("llama"), examples + other, (), (), 8)
+    both = examples + other
+    rows = fit_module._split(build("llama"), both, (), both, ())
     held, fitted = ({x.without for x in part} for part in (rows.held_out, rows.fitted))
     assert len(held) == 1 and len(fitted) == 6 and not held & fitted
     assert len(rows.held_out) == 2
@@ -244,12 +245,14 @@ def test_a_question_of_several_contexts_is_held_out_in_all() -> None:
 
 @pytest.mark.parametrize(("count", "held_out"), [(2, 1), (4, 1), (20, 4), (200, 20), (900, 31)])
 def test_few_of_many_questions_are_held_out(count: int, held_out: int) -> None:
-    rows = fit_module._split(build("llama"), random_examples(count=count), (), (), 8)
+    examples = random_examples(count=count)
+    rows = fit_module._split(build("llama"), examples, (), examples, ())
     assert (len(rows.fitted), len(rows.held_out)) == (count - held_out, held_out)
 
 
 def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
-    rows = fit_module._split(build("llama"), random_examples(), (), [[3, 4, 5]] * 10, 8)
+    examples = random_examples()
+    rows = fit_module._split(build("llama"), examples, (), examples, [[3, 4, 5]] * 10)
     assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
 
 
