@@ -35,7 +35,10 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, which every command has; :func:`print_result` follows it."""
+    """Add ``--json``, which every command has; :func:`print_result` follows it. A command that
+    takes minutes sets ``lines``, for :func:`say`.
+    """
+    parser.set_defaults(lines=False)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
     )
@@ -436,7 +439,7 @@ def import_torch() -> Any:
 
 def stage(title: str, options: argparse.Namespace | None = None) -> Status:
     """A labelled spinner on stderr, for work that cannot be counted. Where stderr is no terminal, a
-    line; none without options, which a command has not read yet.
+    line as :func:`say` prints it; none without options, which are not read yet.
     """
     console = _stderr()
     if options is not None and not console.is_terminal:
@@ -445,15 +448,17 @@ def stage(title: str, options: argparse.Namespace | None = None) -> Status:
 
 
 def say(options: argparse.Namespace, text: str) -> None:
-    """A line about the command's progress on stderr; with ``--json`` only if it is a terminal."""
-    if not options.json or _stderr().is_terminal:
+    """A line about the command's progress on stderr. Where that is no terminal, only a command that
+    takes minutes prints it, and not with ``--json``.
+    """
+    if _stderr().is_terminal or (options.lines and not options.json):
         print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress_bar(title: str, options: argparse.Namespace) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, or about ten lines if that is no terminal; call the yielded function with
-    (done, total).
+    """A bar on stderr, or about ten lines of :func:`say` if that is no terminal; call the yielded
+    function with (done, total).
     """
     console = _stderr()
     if not console.is_terminal:

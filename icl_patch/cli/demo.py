@@ -22,6 +22,7 @@ _ANSWERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.set_defaults(lines=True)
     meaning = (
         "local folder or hub id of a model to answer six prompts with, chats with a system message"
         " among them (default: the embedded model on held-out prompts)"

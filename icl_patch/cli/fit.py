@@ -28,6 +28,7 @@ _ANSWER = ("prompt", "end", "max_new_tokens", "answer")  # in the file of answer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.set_defaults(lines=True)
     common.add_model(parser)
     parser.add_argument(
         "--examples",

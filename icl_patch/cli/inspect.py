@@ -1,6 +1,8 @@
 """``icl-patch inspect``: the contents of a patch file."""
 
 import argparse
+from collections import defaultdict
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -9,6 +11,8 @@ if TYPE_CHECKING:
     from icl_patch.patch.context_patch import ContextPatch
 
 HELP = "read a patch file; with MODEL, check that it fits"
+# how the patch was computed, for replays: only --json has them
+_INTERNAL = ("passes", "longest", "divisible")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,14 +54,18 @@ def run(options: argparse.Namespace) -> int:
     common.print_result(
         options,
         {**entries, **ids, "norms": norms},
-        table(str(options.patch), ["entry", "value"], list(entries.items())),
+        table(
+            str(options.patch),
+            ["entry", "value"],
+            [entry for entry in entries.items() if entry[0] not in _INTERNAL],
+        ),
         table(title, ["layer", *norms], rows),
     )
     return 0
 
 
 def _static(options: argparse.Namespace) -> int:
-    """Print a static patch's entries, its report and the size of its changes."""
+    """Print a static patch's entries, its report and a summary of the sizes of its changes."""
     from icl_patch.evaluation.report import table
     from icl_patch.static import StaticPatch
 
@@ -73,10 +81,27 @@ def _static(options: argparse.Namespace) -> int:
         options,
         {**entries, "norms": norms, "report": None if report is None else report.to_json()},
         table(str(options.patch), ["entry", "value"], list(entries.items())),
-        table("Size of the change", ["matrix", "‖ΔW‖"], list(norms.items())),
+        table(
+            "Size of the change, ‖ΔW‖, by kind of matrix; --json has each",
+            ["matrix", "changed", "smallest", "mean", "largest", "of"],
+            _summary(norms),
+        ),
         *([] if report is None else [str(report)]),
     )
     return 0
+
+
+def _summary(norms: dict[str, float]) -> list[list[Any]]:
+    """A row for each kind of matrix: its last names, how many there are, and their sizes."""
+    kinds = defaultdict[str, list[str]](list)
+    for path in norms:
+        kinds[".".join(path.rsplit(".", 2)[1:])].append(path)
+    rows = []
+    for kind, paths in kinds.items():
+        sizes = [norms[path] for path in paths]
+        largest = max(paths, key=lambda path: norms[path])
+        rows.append([kind, len(paths), min(sizes), mean(sizes), norms[largest], largest])
+    return rows
 
 
 def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:

@@ -11,6 +11,7 @@ HELP = "write an HTML page on one context: answers, sizes of the changes, errors
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.set_defaults(lines=True)
     common.add_model(parser)
     common.add_prompt(parser)
     common.add_update(parser)

@@ -37,8 +37,8 @@ def load_tokenizer(
     Raises:
         UnsupportedModelError, OSError: as :func:`load_model`, without loading the weights.
     """
-    is_embedded = model is None or model == "embedded"
-    where, revision = embedded.MODEL_DIR if is_embedded else model, revision or "main"
+    where = embedded.MODEL_DIR if model is None or model == "embedded" else model
+    revision = revision or "main"
     _check_loadable(where, revision)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where, revision=revision)
     return tokenizer
