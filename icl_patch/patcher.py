@@ -342,7 +342,7 @@ class ContextPatcher:
 
     @contextmanager
     def applied(
-        self, patch: ContextPatch, *, row: int = 0, token: int = -1
+        self, patch: ContextPatch, *, row: int = 0, token: int | None = -1
     ) -> Iterator[PreTrainedModel]:
         """Within this context the model's weights are changed by one token's patch, for every token
         that it is given::
@@ -355,14 +355,22 @@ class ContextPatcher:
         others. All threads see it, as they would see changed weights. Other calls of this patcher,
         and copies of the model, are refused until the context ends.
 
+        In a loop of your own ``token=None`` gives each kept token its own change, also in models
+        with experts::
+
+            with patcher.applied(patch, token=None) as changed:
+                changed(patch.kept_ids, position_ids=patch.position_ids, use_cache=False)
+
+        It refuses calls on another number of tokens, such as those of ``model.generate``.
+
         Args:
             patch: a patch of this model. row, token: the kept token to take the change of; by
-                default the last of the first row.
+                default the last of the first row; with ``token=None`` of all.
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
-            UnsupportedModelError: the model has experts: a token's patch changes only the experts
-                that this token chose.
+            UnsupportedModelError: the model has experts, and a token is given: its patch changes
+                only the experts that this token chose.
             ValueError: a patch is applied already, layers of this one were cut out, or there is no
                 such row or token.
         """

@@ -532,8 +532,9 @@ class AttachedModel:
         return torch.inf if self.has_ties else rounding_limit(self.model.dtype)
 
     @contextmanager
-    def applying(self, patch: ContextPatch, row: int, token: int) -> Iterator[None]:
-        """Within this context one token's patch is applied to all tokens, in all threads.
+    def applying(self, patch: ContextPatch, row: int, token: int | None) -> Iterator[None]:
+        """Within this context one token's patch is applied to all tokens, or without a token each
+        kept token's to itself, in all threads.
 
         Raises:
             FingerprintMismatch, UnsupportedModelError, ValueError: as
@@ -542,7 +543,11 @@ class AttachedModel:
         stack = ExitStack()
         with self.attachment.lock:
             self.check_patch(patch)
-            layers = patch.of_token(row, token)
+            if token is None and row:
+                raise ValueError(
+                    f"expected no row without a token, got {row}: patch.select(rows=...) takes one"
+                )
+            layers = list(patch.layers) if token is None else patch.of_token(row, token)
             if len(layers) != len(self.block_specs):
                 raise ValueError("expected a patch with all its layers, got a part of one")
             check_fit(patch, self.model)
