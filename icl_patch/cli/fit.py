@@ -223,6 +223,8 @@ def kept_answers(
     except ValueError:
         if not options.force:
             raise
+    if answers:
+        common.say(options, f"{file}: {len(answers)} answers of the model, from an earlier fit")
     known = len(answers)
     try:
         yield answers
