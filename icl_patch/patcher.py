@@ -363,9 +363,9 @@ class ContextPatcher:
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
-            UnsupportedModelError: the model has experts: a token's patch changes only the experts
-                that this token chose. With ``token=None``: such a call would be no replay, because
-                the model counts windows, chunks or positions through the context.
+            UnsupportedModelError: the model has experts, and a token is given: its patch changes
+                only the experts that this token chose. With ``token=None``: such a call would be no
+                replay, because the model counts windows, chunks or positions through the context.
             ValueError: a patch is applied already, layers of this one were cut out, or there is no
                 such row or token.
             NonFiniteError, ReplayMismatch: with ``token=None``, as :meth:`forward`.

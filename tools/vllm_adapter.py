@@ -43,7 +43,7 @@ def export(model_folder: str, folder: Path) -> None:
 
     from icl_patch import static
     from icl_patch.evaluation.loading import load_model
-    from icl_patch.static.examples import greedy
+    from icl_patch.static.answers import greedy
 
     model, tokenizer = load_model(model_folder, dtype=torch.float32)
     examples = static.examples(model, tokenizer, QUESTIONS, system=SYSTEM)

@@ -1,78 +1,53 @@
-"""Patched modules in a loop of one's own, without a patcher: the model sees one token, and its
-weights hold the rest.
+"""A loop of one's own: the model's forward on one token, and the context in its weights.
 
-    python examples/generation/own_loop.py
+    python examples/generation/own_loop.py [MODEL]
 
-A patcher computes the patch of every token once. After it is detached, ``PatchedLinear`` and
-``PatchedRMSNorm`` take the places of the modules that a patch changes, and a plain loop runs the
-model on the current token alone: no context, no cache.
+``generate`` yields a patch for every step. The second loop takes them one by one: it runs the model
+on the current token alone, without a context and without a cache. ``applied`` puts each factor
+where the block has its place for it, for every form of block. MODEL is a folder or a hub id; by
+default it is the embedded model.
 """
 
 import sys
 
 import torch
-from torch import nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from icl_patch import ContextPatch, ContextPatcher, PatchedLinear, PatchedRMSNorm, embedded
+from icl_patch import ContextPatcher
+from icl_patch.evaluation.loading import default_context, load_model
 
-
-def patched_modules(model: nn.Module, patch: ContextPatch) -> dict[str, nn.Module]:
-    """Put patched modules where the patch changes weights; returns them by path."""
-    placed: dict[str, nn.Module] = {}
-    for block in patch.blocks:
-        spec = block.spec
-        for name in (*spec.readers, spec.down, spec.post_norm):
-            if name is None:
-                continue
-            holder, _, attribute = block.path_of(name).rpartition(".")
-            base = model.get_submodule(block.path_of(name))
-            if name == spec.post_norm:
-                module: nn.Module = PatchedRMSNorm(
-                    base, scale_offset=spec.scale_offset, cast_first=spec.cast_first
-                )
-            else:
-                module = PatchedLinear(base)
-            setattr(model.get_submodule(holder), attribute, module)
-            placed[block.path_of(name)] = module
-    return placed
-
-
-def set_patch(placed: dict[str, nn.Module], patch: ContextPatch) -> None:
-    """Hand every module its factors of a patch of one row and one token: u (1, N), v (1, K),
-    new_scale (1, 1, n).
-    """
-    for block, factors in zip(patch.blocks, patch.layers, strict=True):
-        spec = block.spec
-        for name in spec.readers:
-            placed[block.path_of(name)].set_patch(factors[f"{name}.u"][0], factors["readers.v"][0])
-        placed[block.path_of(spec.down)].set_patch(
-            factors[f"{spec.down}.u"][0], factors[f"{spec.down}.v"][0]
-        )
-        placed[block.path_of(spec.post_norm)].set_patch(factors[f"{spec.post_norm}.new_scale"])
+PROMPT = "Italy: Rome\nFrance: Paris\nJapan: Tokyo\nEgypt:"
+NEW_TOKENS = 8
 
 
 @torch.no_grad()
-def main() -> bool:
-    """Returns whether the loop gives the same text as the model with the context."""
-    model, tokenizer = embedded.load()
-    prompt = embedded.held_out_prompts("recall", 1)[0]
-    ids = tokenizer(prompt.context + prompt.question, return_tensors="pt")["input_ids"]
+def own_loop(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The tokens (1, N) that follow a prompt (1, T), from the current token and its weights."""
     with ContextPatcher(model, "stable") as patcher:
-        patches = [step.patch for step in patcher.generate(ids, max_new_tokens=8)]
-    placed = patched_modules(model, patches[0])
-    token, said = ids[:, -1:], []
-    for patch in patches:
-        set_patch(placed, patch)
-        logits = model(token, position_ids=patch.position_ids, use_cache=False).logits  # (1, 1, V)
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        said.append(int(token))
-    answer = tokenizer.decode(said, skip_special_tokens=True).split("\n")[0]
-    print(
-        f"{prompt.context!r} in the weights, {prompt.question!r} -> {answer!r}, expected"
-        f" {prompt.answer!r}"
-    )
-    return answer == prompt.answer
+        steps = list(patcher.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False))
+        token, found = ids[:, -1:], []
+        for step in steps:
+            with patcher.applied(step.patch, token=None) as changed:
+                position = step.patch.position_ids
+                logits = changed(token, position_ids=position, use_cache=False).logits  # (1, 1, V)
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            found.append(token)
+    return torch.cat(found, 1)
+
+
+def main(name: str | None = None) -> bool:
+    """Returns whether the loop gives the same tokens as the model with the context."""
+    model, tokenizer = load_model(name)
+    text = default_context(model) if name is None else PROMPT
+    prompt = tokenizer(text, return_tensors="pt")
+    ids = prompt["input_ids"]
+    expected = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+    expected = expected[:, ids.shape[1] :]
+    found = own_loop(model, ids)
+    print(f"{text!r} in the weights -> {tokenizer.decode(found[0])!r}")
+    return torch.equal(found, expected)
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(0 if main(*sys.argv[1:]) else 1)

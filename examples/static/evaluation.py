@@ -27,7 +27,8 @@ from transformers.utils import logging as transformers_logging
 from icl_patch import static
 from icl_patch.models.language_model import layers_of
 from icl_patch.models.prompts import Tokens, encode
-from icl_patch.static.examples import Example, answered
+from icl_patch.static.answers import answered
+from icl_patch.static.examples import Example
 from icl_patch.static.student import Student
 from icl_patch.static.targets import Target, targets_of, targets_of_texts
 

@@ -6,6 +6,7 @@ Nothing here imports torch before an option's value or a command asks for it.
 import argparse
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,10 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, which every command has; :func:`print_result` follows it."""
+    """Add ``--json``, which every command has; :func:`print_result` follows it. A command that
+    takes minutes sets ``lines``, for :func:`say`.
+    """
+    parser.set_defaults(lines=False)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
     )
@@ -71,7 +75,9 @@ def check_out(options: argparse.Namespace) -> None:
 
 def add_patch(parser: argparse.ArgumentParser, *, required: bool = True, meaning: str) -> None:
     """Add ``--patch``."""
-    parser.add_argument("--patch", type=Path, metavar="FILE", required=required, help=meaning)
+    parser.add_argument(
+        "--patch", type=existing("a patch file"), metavar="FILE", required=required, help=meaning
+    )
 
 
 def add_model(
@@ -149,7 +155,10 @@ def add_prompt(
         + ("" if required else f" (default, without a question: {default})"),
     )
     source.add_argument(
-        "--context-file", type=Path, metavar="FILE", help="read the context from a UTF-8 file"
+        "--context-file",
+        type=existing("a file with the context"),
+        metavar="FILE",
+        help="read the context from a UTF-8 file",
     )
     source.add_argument(
         "--system", type=text, metavar="TEXT", help="the context is the system message of a chat"
@@ -171,16 +180,20 @@ def add_prompt(
     return source
 
 
+def check_question(options: argparse.Namespace) -> None:
+    """Raises ValueError without ``--question``, which a data set has in its rows."""
+    if options.question is None:
+        raise ValueError("expected --question, the text after the context")
+
+
 def read_prompt(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> "Prompt":
     """The prompt that the options give, with its context and without it.
 
     Raises:
-        ValueError: no question; or as :func:`icl_patch.models.prompts.make_prompt`.
+        ValueError: as :func:`icl_patch.models.prompts.make_prompt`.
     """
     from icl_patch.models.prompts import make_prompt
 
-    if options.question is None:
-        raise ValueError("expected --question, the text after the context")
     return make_prompt(
         tokenizer,
         options.question,
@@ -196,7 +209,7 @@ def add_dataset(
     """Add ``--dataset``, in place of a context, and its columns, for :func:`dataset_columns`."""
     source.add_argument(
         "--dataset",
-        type=_existing,
+        type=existing("a data set"),
         metavar="FILE|FOLDER",
         help="JSON lines, Parquet, a folder of them, or one that Dataset.save_to_disk wrote",
     )
@@ -212,11 +225,15 @@ def add_dataset(
     )
 
 
-def _existing(text: str) -> Path:
-    """A path at which there is something."""
-    if not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"expected a data set, there is no {text!r}")
-    return Path(text)
+def existing(kind: str) -> Callable[[str], Path]:
+    """An option that names a file or folder to read, which must be there."""
+
+    def check(text: str) -> Path:
+        if not Path(text).exists():
+            raise argparse.ArgumentTypeError(f"expected {kind}, there is no {text!r}")
+        return Path(text)
+
+    return check
 
 
 def dataset_columns(options: argparse.Namespace, task: str | None = None) -> "Columns":
@@ -232,6 +249,24 @@ def dataset_columns(options: argparse.Namespace, task: str | None = None) -> "Co
         system=options.system_column is not None,
         task=task,
     )
+
+
+def check_chat(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raises ValueError if the options give a chat that the tokenizer's template cannot write."""
+    from icl_patch.models.prompts import chat_text
+
+    if options.chat or options.system is not None:
+        chat_text(tokenizer, prompt_text(options) or "a", options.system)
+
+
+def check_template(tokenizer: "PreTrainedTokenizerBase", columns: "Columns") -> None:
+    """Raises ValueError if the contexts of a data set are parts of chats, and the tokenizer's chat
+    template cannot write them.
+    """
+    from icl_patch.models.prompts import chat_text
+
+    if columns.chat or columns.system:
+        chat_text(tokenizer, "a", "b" if columns.system else None)
 
 
 def refuse(options: argparse.Namespace, names: Sequence[str], where: str) -> None:
@@ -307,8 +342,9 @@ def writable(suffix: str) -> Callable[[str], Path]:
     return check
 
 
-def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model that the options name, and its tokenizer; seeds torch.
+def load_tokenizer(options: argparse.Namespace) -> "PreTrainedTokenizerBase":
+    """The tokenizer of the model that the options name. It takes little time to load, so that a
+    prompt that it cannot write is refused before the model is loaded.
 
     Raises:
         ValueError: a revision of the embedded model.
@@ -316,21 +352,33 @@ def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedToken
     """
     if options.revision is not None and options.model in (None, "embedded"):
         raise ValueError("expected no --revision of the embedded model")
+    with stage("importing torch and transformers", options):
+        from icl_patch.evaluation import loading
+    return loading.load_tokenizer(options.model, options.revision)
+
+
+def load(
+    options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model that the options name, and its tokenizer unless it is given; seeds torch.
+
+    Raises:
+        ValueError, OSError: as :func:`load_tokenizer`.
+    """
+    tokenizer = load_tokenizer(options) if tokenizer is None else tokenizer
     torch = import_torch()
-    with stage(f"loading {options.model or 'the embedded model'}"):
+    with stage(f"loading {options.model or 'the embedded model'}", options):
         from transformers.utils import logging
 
         from icl_patch.evaluation.loading import load_model
 
         torch.manual_seed(options.seed)
         logging.disable_progress_bar()
-        return load_model(options.model, None, options.dtype, options.device, options.revision)
+        return load_model(options.model, tokenizer, options.dtype, options.device, options.revision)
 
 
-def load_for_patch(
-    options: argparse.Namespace, info: "PatchInfo | StaticInfo"
-) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """:func:`load` in the dtype of a patch, unless the options name another.
+def use_patch(options: argparse.Namespace, info: "PatchInfo | StaticInfo") -> None:
+    """Load the model, from now on, in the dtype of a patch, unless the options name another.
 
     Raises:
         ValueError: the options name no model, and the patch is not the embedded one's.
@@ -344,22 +392,22 @@ def load_for_patch(
         )
     if options.dtype is None:
         options.dtype = getattr(torch, str(info.dtype).removeprefix("torch."), None)
-    return load(options)
 
 
 def load_static(
-    options: argparse.Namespace,
+    options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, StaticPatch]":
-    """The model, its tokenizer and the static patch ``--patch``.
+    """The model, its tokenizer and the static patch ``--patch``, which is read first.
 
     Raises:
         PatchFormatError: the file is a patch for each token.
-        ValueError: as :func:`load_for_patch`.
+        ValueError: as :func:`use_patch`.
     """
-    with stage("importing torch and transformers"):
+    with stage("importing torch and transformers", options):
         from icl_patch.static import StaticPatch
 
-    model, tokenizer = load_for_patch(options, StaticPatch.load(options.patch).info)
+    use_patch(options, StaticPatch.load(options.patch).info)
+    model, tokenizer = load(options, tokenizer)
     return model, tokenizer, StaticPatch.load(options.patch, model, tokenizer)
 
 
@@ -367,7 +415,7 @@ def attach(options: argparse.Namespace, model: Any, tokenizer: Any) -> "ContextP
     """A patcher of the update that the options name."""
     from icl_patch.patcher import ContextPatcher
 
-    with stage("attaching: trying the model's blocks"):
+    with stage("attaching: trying the model's blocks", options):
         return ContextPatcher(model, options.update, tokenizer=tokenizer)
 
 
@@ -406,22 +454,55 @@ def import_torch() -> Any:
     return torch
 
 
-def stage(title: str) -> Status:
-    """A labelled spinner on stderr if that is a terminal, for work that cannot be counted."""
-    return _stderr().status(title)
+def stage(title: str, options: argparse.Namespace | None = None) -> Status:
+    """A labelled spinner on stderr, for work that cannot be counted. Where stderr is no terminal, a
+    line as :func:`say` prints it; none without options, which are not read yet.
+    """
+    console = _stderr()
+    if options is not None and not console.is_terminal:
+        say(options, title)
+    return console.status(title)
+
+
+def say(options: argparse.Namespace, text: str) -> None:
+    """A line about the command's progress on stderr. Where that is no terminal, only a command that
+    takes minutes prints it, and not with ``--json``.
+    """
+    if _stderr().is_terminal or (options.lines and not options.json):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
+def progress_bar(title: str, options: argparse.Namespace) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, or about ten lines of :func:`say` if that is no terminal; call the yielded
+    function with (done, total).
+    """
+    console = _stderr()
+    if not console.is_terminal:
+        yield _lines(title, options)
+        return
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, console=_stderr(), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _lines(title: str, options: argparse.Namespace) -> Callable[[int, int], None]:
+    """Says the first of (done, total), the last, and every tenth of the work between them."""
+    last = (-1, -1)
+
+    def update(done: int, total: int) -> None:
+        nonlocal last
+        is_new = total != last[1] or done < last[0] or done - last[0] >= max(1, total / 10)
+        if is_new or (done == total and (done, total) != last):
+            last = (done, total)
+            say(options, f"{title}: {done} of {total}")
+
+    return update
+
+
 def _stderr() -> Console:
-    """Stderr, to which nothing is written unless it is a terminal."""
+    """Stderr, on which a spinner is drawn only if it is a terminal."""
     console = Console(stderr=True)
     console.quiet = not console.is_terminal
     return console

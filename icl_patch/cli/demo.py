@@ -22,6 +22,7 @@ _ANSWERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.set_defaults(lines=True)
     meaning = (
         "local folder or hub id of a model to answer six prompts with, chats with a system message"
         " among them (default: the embedded model on held-out prompts)"
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="held-out prompts of the embedded model to answer and verify (default 20)",
     )
     common.add_keep_first(parser)
-    common.add_max_new_tokens(parser, 26, "tokens to verify per prompt")
+    common.add_max_new_tokens(parser, 26, "most tokens to verify per prompt")
     common.add_verbose(parser)
 
 
@@ -49,12 +50,26 @@ def run(options: argparse.Namespace) -> int:
 
     name, new, keep_first = options.model, options.max_new_tokens, options.keep_first
     prompts = demo.prompts_for(tokenizer) if name else demo.held_out(options.prompts)
-    with common.stage("answering with the context, without it, and patched"):
-        answers = demo.answer_each(model, tokenizer, prompts, keep_first)
+
+    def show(*shown: Any) -> None:
+        if not options.json:
+            common.print_result(options, {}, *shown)
+
+    answers = []
+    with common.progress_bar("answering with the context, without it, and patched", options) as bar:
+        for row in demo.answer_each(model, tokenizer, prompts, keep_first):
+            answers.append(row)
+            bar(len(answers), len(prompts))
+    show(_examples(answers), *([] if name else [_accuracy(answers)]))
     # of a model of the user's the first chat, if there are any, and the first few-shot prompt
     chosen = prompts[::3][::-1] if name else prompts
-    with common.progress_bar("verifying each update and dtype") as progress:
-        verified = demo.verify_grid(model, tokenizer, chosen, new, progress, keep_first)
+    verified = []
+    with common.progress_bar("verifying each update and dtype", options) as bar:
+        for one in demo.verify_grid(model, tokenizer, chosen, new, keep_first):
+            verified.append(one)
+            bar(len(verified), len(demo.GRID))
+            if not options.verbose:
+                show(f"{one.update}, {one.dtype}: {report.verdict(one)}")
     result: dict[str, Any] = {
         "answers": answers,
         "verify": [entry.to_dict() for entry in verified],
@@ -63,13 +78,8 @@ def run(options: argparse.Namespace) -> int:
             and all(row["patched"] == row["with_context"] for row in answers)
         ),
     }
-    shown: list[Any] = [_examples(answers), *([] if name else [_accuracy(answers)])]
-    if options.verbose:
-        tables = report.verify_tables(verified)
-        shown += [*tables, report.legend(tables)]
-    else:
-        shown += [f"{one.update}, {one.dtype}: {report.verdict(one)}" for one in verified]
-    common.print_result(options, result, *shown)
+    tables = report.verify_tables(verified) if options.verbose else []
+    common.print_result(options, result, *tables, *([report.legend(tables)] if tables else []))
     return 0 if result["passed"] else 1
 
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from icl_patch.cli import common
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from icl_patch.patcher import ContextPatcher
     from icl_patch.scale import Plan, Share
 
 HELP = "write the patch of a context to a file, or the patches of a data set to a folder"
-_OF_ONE = ("question", "force")
+_OF_ONE = ("question", "max_new_tokens", "force")
 _OF_MANY = (
     "context_column",
     "system_column",
@@ -31,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     source = common.add_prompt(parser)
     common.add_update(parser)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=common.positive,
+        metavar="N",
+        help="let the model answer with at most N tokens, and patch the answer's tokens too, as"
+        " ContextPatcher.ask does (default: the patch is of the question's tokens alone)",
+    )
     meaning = "file to write (.safetensors); with --dataset the folder"
     common.add_out(parser, meaning, metavar="FILE|FOLDER")
     many = parser.add_argument_group(
@@ -70,15 +80,24 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _extract_one(options: argparse.Namespace) -> int:
+    common.check_question(options)
     common.check_out(options)
-    model, tokenizer = common.load(options)
+    tokenizer = common.load_tokenizer(options)
+    import torch
+
     from icl_patch.models.prompts import split_ids
 
-    parts = split_ids(tokenizer, common.read_prompt(options, tokenizer))
+    prompt = common.read_prompt(options, tokenizer)
+    parts = split_ids(tokenizer, prompt)
+    model, _ = common.load(options, tokenizer)
     ids, kept = (part.to(model.device) for part in parts)
-    with common.attach(options, model, tokenizer) as patcher, common.stage("computing the patch"):
-        patch = patcher.compute(ids, kept, keep_first=options.keep_first)
-        patch.save(options.out)
+    with common.attach(options, model, tokenizer) as patcher:
+        answer = _answer(options, patcher, torch.cat([ids, kept], 1), prompt.chat)
+        kept = torch.cat([kept, answer[:, :-1]], 1)  # the last token has no next one
+        with common.stage("computing the patch", options):
+            patch = patcher.compute(ids, kept, keep_first=options.keep_first)
+            patch.save(options.out)
+    text = tokenizer.decode(answer[0], skip_special_tokens=True)
     result = {
         "file": str(options.out),
         **vars(patch.info),
@@ -86,9 +105,37 @@ def _extract_one(options: argparse.Namespace) -> int:
         "kept_tokens": kept.shape[1],
         "bytes": patch.nbytes,
         "layers": len(patch.layers),
+        "answer": text if answer.numel() else None,
     }
-    common.print_result(options, result, f"{options.out}: {patch!r}")
+    said = f"answer, whose tokens are patched too: {text!r}"
+    if not answer.numel():
+        said = "of the question alone: --max-new-tokens patches the model's answer too"
+    common.print_result(options, result, f"{options.out}: {patch!r}", said)
     return 0
+
+
+def _answer(
+    options: argparse.Namespace, patcher: "ContextPatcher", ids: "Tensor", chat: bool
+) -> "Tensor":
+    """The tokens (1, N) of the answer to a prompt (1, T), chosen as ``ask`` does; without
+    ``--max-new-tokens`` none.
+    """
+    import torch
+
+    from icl_patch.models.ends import chat_ends
+
+    if options.max_new_tokens is None:
+        return ids[:, :0]
+    assert patcher.tokenizer is not None
+    ends = chat_ends(patcher.model, patcher.tokenizer, chat)
+    with common.progress_bar("answering", options) as progress:
+        found = []
+        for step in patcher.generate(
+            ids, max_new_tokens=options.max_new_tokens, mode="two_pass", **ends
+        ):
+            found.append(step.token_ids)
+            progress(len(found), options.max_new_tokens)
+    return torch.stack(found, 1)
 
 
 def _extract_many(options: argparse.Namespace) -> int:
@@ -112,9 +159,11 @@ def _extract_many(options: argparse.Namespace) -> int:
         if share.rank == 0:
             print(plan, file=sys.stderr)
 
-    model, tokenizer = common.load(options)
+    tokenizer = common.load_tokenizer(options)
+    common.check_template(tokenizer, columns)
+    model, _ = common.load(options, tokenizer)
     quiet = nullcontext(lambda done, total: None)
-    bar = common.progress_bar("extracting") if share.rank == 0 else quiet
+    bar = common.progress_bar("extracting", options) if share.rank == 0 else quiet
     with common.attach(options, model, tokenizer) as patcher, bar as progress:
         summary = scale.extract_dataset(
             patcher,

@@ -3,6 +3,10 @@
 import argparse
 import json
 import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +17,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from icl_patch.static import Example
+    from icl_patch.static.answers import Answers
 
 HELP = "fit one change of weights that stands for a context, for every token"
 # As in static, which imports torch.
 PARTS = ("mlp", "attention")
+_OF_FIT = ("kappa", "parts", "rank", "first_block", "seconds", "max_new_tokens", "accept_worse")
+_ANSWER = ("prompt", "end", "max_new_tokens", "answer")  # in the file of answers, as ids
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.set_defaults(lines=True)
     common.add_model(parser)
     parser.add_argument(
         "--examples",
-        type=Path,
+        type=common.existing("a file of examples"),
         required=True,
         metavar="FILE",
         help='JSON: [{"context": TEXT, "questions": [TEXT, …], "answers": [TEXT, …]}, …]; "system"'
@@ -32,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--held-out",
-        type=Path,
+        type=common.existing("a file of examples"),
         metavar="FILE",
         help="JSON like --examples: questions to measure on (default: some of the examples)",
     )
     parser.add_argument(
         "--preserve",
-        type=Path,
+        type=common.existing("a file of texts"),
         metavar="FILE",
         help="JSON: [TEXT, …], texts on which the model is to stay as it is (default: a hundred"
         " texts of many kinds)",
@@ -76,11 +84,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kappa", type=float, default=1.0, help="weight of the preserved texts (default 1)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="a budget of time for the whole fit"
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="a budget of time for the whole fit; the model's own answers are kept beside --out, in"
+        " a file .answers.json, from which the next fit takes them",
     )
     parser.add_argument("--steps", type=common.positive, default=60, help="at most (default 60)")
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="(default 0.005)")
-    parser.add_argument("--start", type=Path, metavar="FILE", help="a patch to start from")
+    parser.add_argument(
+        "--start",
+        type=common.existing("a patch file"),
+        metavar="FILE",
+        help="a patch to start from",
+    )
     common.add_max_new_tokens(parser, 64, "of an answer")
     parser.add_argument(
         "--accept-worse",
@@ -94,38 +111,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Fit, report and save."""
     common.check_out(options)
+    entries = _read_entries(options.examples)
+    held_out = [] if options.held_out is None else _read_entries(options.held_out)
+    texts = None if options.preserve is None else _read_json(options.preserve, str)
+    tokenizer = common.load_tokenizer(options)
     from icl_patch import static
+    from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
 
-    model, tokenizer = common.load(options)
-    examples = read_examples(options, options.examples, model, tokenizer)
-    held_out = []
-    if options.held_out is not None:
-        held_out = read_examples(options, options.held_out, model, tokenizer)
-    preserve = None
-    if options.preserve is not None:
-        preserve = static.documents(model, tokenizer, _read_json(options.preserve, str))
-    start = None if options.start is None else static.StaticPatch.load(options.start, model)
+    start = None if options.start is None else static.StaticPatch.load(options.start)
+    _check_prompts(options, tokenizer, [*entries, *held_out])
+    model, _ = common.load(options, tokenizer)
     settings = static.Distillation(
         steps=options.steps, learning_rate=options.learning_rate, seed=options.seed
     )
-    with common.progress_bar("fitting") as progress:
-        patch = static.fit(
-            model,
-            examples,
-            tokenizer=tokenizer,
-            held_out=held_out,
-            preserve=preserve,
-            kappa=options.kappa,
-            parts=options.parts,
-            rank=options.rank,
-            first_block=options.first_block,
-            seconds=options.seconds,
-            distillation=settings,
-            start=start,
-            max_new_tokens=options.max_new_tokens,
-            accept_worse=options.accept_worse,
-            progress=progress,
-        )
+    arguments: dict[str, Any] = {
+        "held_out": _examples(options, held_out, model, tokenizer),
+        "preserve": None if texts is None else static.documents(model, tokenizer, texts),
+        **{name: getattr(options, name) for name in _OF_FIT},
+    }
+    examples = _examples(options, entries, model, tokenizer)
+    with (
+        kept_answers(options, model, tokenizer) as answers,
+        common.progress_bar("fitting", options) as progress,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", StaticPatchWarning)  # the report has them
+        try:
+            patch = static.fit(
+                model,
+                examples,
+                tokenizer=tokenizer,
+                distillation=settings,
+                start=start,
+                answers=answers,
+                progress=progress,
+                say=partial(common.say, options),
+                **arguments,
+            )
+        except HarmfulPatchError as error:
+            for note in error.report.warnings:
+                common.say(options, f"warning: {note}")
+            raise
     patch.save(options.out)
     report = patch.report
     assert report is not None
@@ -134,28 +160,109 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def read_examples(
-    options: argparse.Namespace,
-    file: Path,
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-) -> "list[Example]":
-    """The examples of a file.
+def _read_entries(file: Path) -> list[dict[str, Any]]:
+    """The examples of a file as they stand there.
 
     Raises:
         ValueError: the file does not hold a list of examples.
     """
-    from icl_patch import static
-
-    found: list[Example] = []
-    for entry in _read_json(file, dict):
+    entries = _read_json(file, dict)
+    for entry in entries:
         if not {"questions"} <= entry.keys() <= {"context", "system", "questions", "answers"}:
             raise ValueError(
                 f"expected examples with questions, a context or a system message, and perhaps"
                 f" answers in {file}, got {sorted(entry)}"
             )
-        found += static.examples(model, tokenizer, **entry, chat=options.chat, end=options.end)
-    return found
+    return entries
+
+
+def _check_prompts(
+    options: argparse.Namespace,
+    tokenizer: "PreTrainedTokenizerBase",
+    entries: Sequence[dict[str, Any]],
+) -> None:
+    """Raises ValueError for questions that the tokenizer's chat template cannot write."""
+    from icl_patch.models.prompts import make_prompt
+
+    for entry in entries:
+        for question in entry["questions"] if isinstance(entry["questions"], list) else ():
+            places = {name: entry.get(name) for name in ("context", "system")}
+            make_prompt(tokenizer, question, chat=options.chat, **places)
+
+
+def _examples(
+    options: argparse.Namespace,
+    entries: Sequence[dict[str, Any]],
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+) -> "list[Example]":
+    from icl_patch import static
+
+    parts = {"chat": options.chat, "end": options.end}
+    found = [static.examples(model, tokenizer, **entry, **parts) for entry in entries]
+    return [example for examples in found for example in examples]
+
+
+@contextmanager
+def kept_answers(
+    options: argparse.Namespace, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> "Iterator[Answers]":
+    """The model's own answers that an earlier fit to the same ``--out`` has left beside it. All of
+    them are written there at the end, also when the fit fails.
+
+    Raises:
+        ValueError: the file there holds something else, or answers of another model.
+    """
+    from icl_patch.patch.atomic_file import write_atomically
+    from icl_patch.patch.fingerprints import weight_fingerprint
+
+    file: Path = options.out.with_suffix(".answers.json")
+    fingerprint, answers = weight_fingerprint(model), dict[tuple[Any, Any, int], Any]()
+    try:
+        answers = _read_answers(file, fingerprint) if file.exists() else answers
+    except ValueError:
+        if not options.force:
+            raise
+    if answers:
+        common.say(options, f"{file}: {len(answers)} answers of the model, from an earlier fit")
+    known = len(answers)
+    try:
+        yield answers
+    finally:
+        if len(answers) > known:
+            entries = [
+                {
+                    **dict(zip(_ANSWER, (*key, answer), strict=True)),
+                    "text": tokenizer.decode(answer),
+                }
+                for key, answer in answers.items()
+            ]
+            content = json.dumps({"model": fingerprint, "answers": entries}, indent=1)
+            write_atomically(file, [content.encode()])
+            common.say(options, f"{file}: the model's answers, which the next fit takes from there")
+
+
+def _read_answers(file: Path, fingerprint: str) -> "Answers":
+    """The answers of a file that :func:`kept_answers` has written."""
+    try:
+        content = json.loads(read_text(file))
+        entries = [[entry[name] for name in _ANSWER] for entry in content["answers"]]
+        answers = {
+            (tuple(prompt), tuple(end), int(most)): tuple(answer)
+            for prompt, end, most, answer in entries
+        }
+        of_model = content["model"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"expected answers that an earlier fit has kept in {file}, got something else: move it"
+            " away, give another --out, or --force"
+        ) from error
+    if of_model != fingerprint:
+        raise ValueError(
+            f"expected answers of this model in {file}, got those of another, or of other weights:"
+            " move it away, give another --out, or --force"
+        )
+    return answers
 
 
 def _read_json(file: Path, kind: type) -> list[Any]:

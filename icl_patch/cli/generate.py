@@ -54,18 +54,20 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("expected --sample with --temperature")
     if options.patch is not None:
         return _with_patch(options)
-    model, tokenizer = common.load(options)
+    prompt = common.prompt_text(options)
+    tokenizer = common.load_tokenizer(options)
+    common.check_chat(options, tokenizer)
+    model, _ = common.load(options, tokenizer)
     from icl_patch.cli.stream import PrintedText
     from icl_patch.evaluation.loading import default_context, encode_inputs
 
-    prompt = common.prompt_text(options)
     prompt = default_context(model) if prompt is None else prompt
     ids, mask, _ = encode_inputs(model, tokenizer, prompt, options.chat, options.system)
     mode, token_ids = "", []
     streamer: Any = PrintedText(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    bar: Any = common.progress_bar("generating") if options.json else nullcontext()
+    bar: Any = common.progress_bar("generating", options) if options.json else nullcontext()
     with common.attach(options, model, tokenizer) as patcher:
-        with common.stage("reading the context"):
+        with common.stage("reading the context", options):
             coming = patcher.generate(
                 ids,
                 context_mask=mask,
@@ -111,13 +113,14 @@ def _with_patch(options: argparse.Namespace) -> int:
         raise ValueError(
             "expected --context or --question, and neither --compile nor --keep-first, with --patch"
         )
-    model, tokenizer, patch = common.load_static(options)
+    tokenizer = common.load_tokenizer(options)
     import torch
 
     from icl_patch.evaluation.loading import encode_contexts
     from icl_patch.models.model_checks import require_finite
 
     ids, _ = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
+    model, _, patch = common.load_static(options, tokenizer)
     front, in_chat = patch.info.front, options.chat or options.system is not None
     if front and not in_chat and int(ids[0, 0]) != front[0]:
         ids = torch.cat([torch.tensor([front], dtype=ids.dtype), ids], 1)

@@ -1,6 +1,8 @@
 """``icl-patch inspect``: the contents of a patch file."""
 
 import argparse
+from collections import defaultdict
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -9,6 +11,8 @@ if TYPE_CHECKING:
     from icl_patch.patch.context_patch import ContextPatch
 
 HELP = "read a patch file; with MODEL, check that it fits"
+# how the patch was computed, for replays: only --json has them
+_INTERNAL = ("passes", "longest", "divisible")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the file's entries and the size of its changes, and check them against MODEL."""
     if options.model is None and (options.revision, options.device) != (None, None):
         raise ValueError("expected MODEL with --revision or --device")
-    with common.stage("importing torch and transformers"):
+    with common.stage("importing torch and transformers", options):
         from icl_patch.evaluation.report import table
         from icl_patch.patch.context_patch import ContextPatch
         from icl_patch.patch.serialization import read_file
@@ -50,20 +54,25 @@ def run(options: argparse.Namespace) -> int:
     common.print_result(
         options,
         {**entries, **ids, "norms": norms},
-        table(str(options.patch), ["entry", "value"], list(entries.items())),
+        table(
+            str(options.patch),
+            ["entry", "value"],
+            [entry for entry in entries.items() if entry[0] not in _INTERNAL],
+        ),
         table(title, ["layer", *norms], rows),
     )
     return 0
 
 
 def _static(options: argparse.Namespace) -> int:
-    """Print a static patch's entries, its report and the size of its changes."""
+    """Print a static patch's entries, its report and a summary of the sizes of its changes."""
     from icl_patch.evaluation.report import table
     from icl_patch.static import StaticPatch
 
     patch = StaticPatch.load(options.patch)
     if options.model is not None:
-        patch.check_model(common.load_for_patch(options, patch.info)[0])
+        common.use_patch(options, patch.info)
+        patch.check_model(common.load(options)[0])
     norms = {path: float(change.norm()) for path, change in patch.changes.items()}
     entries: dict[str, Any] = {"file": str(options.patch), "kind": "static", **vars(patch.info)}
     entries |= {"rank": patch.rank, "bytes": patch.nbytes}
@@ -72,10 +81,27 @@ def _static(options: argparse.Namespace) -> int:
         options,
         {**entries, "norms": norms, "report": None if report is None else report.to_json()},
         table(str(options.patch), ["entry", "value"], list(entries.items())),
-        table("Size of the change", ["matrix", "‖ΔW‖"], list(norms.items())),
+        table(
+            "Size of the change, ‖ΔW‖, by kind of matrix; --json has each",
+            ["matrix", "changed", "smallest", "mean", "largest", "of"],
+            _summary(norms),
+        ),
         *([] if report is None else [str(report)]),
     )
     return 0
+
+
+def _summary(norms: dict[str, float]) -> list[list[Any]]:
+    """A row for each kind of matrix: its last names, how many there are, and their sizes."""
+    kinds = defaultdict[str, list[str]](list)
+    for path in norms:
+        kinds[".".join(path.rsplit(".", 2)[1:])].append(path)
+    rows = []
+    for kind, paths in kinds.items():
+        sizes = [norms[path] for path in paths]
+        largest = max(paths, key=lambda path: norms[path])
+        rows.append([kind, len(paths), min(sizes), mean(sizes), norms[largest], largest])
+    return rows
 
 
 def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:
@@ -88,7 +114,8 @@ def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:
     from icl_patch.patch.fingerprints import tokenizer_fingerprint
 
     if options.model is not None:
-        model, tokenizer = common.load_for_patch(options, patch.info)
+        common.use_patch(options, patch.info)
+        model, tokenizer = common.load(options)
         patch.fitted_to(model, tokenizer)
         return tokenizer
     where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model

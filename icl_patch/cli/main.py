@@ -2,9 +2,10 @@
 
 Every command prints text and tables for people, or with ``--json`` one JSON object on stdout and
 nothing else; an error is ``{"error": {"type": …, "message": …}, "status": …}``. Progress goes to
-stderr, and only to a terminal. Exit status: 0 fine, 1 the check failed (a patch that is broken or
-of another model, an effect that no change of weights can have, logits that are not finite), 2 bad
-usage, 130 interrupted.
+stderr: bars to a terminal; elsewhere lines of ``demo``, ``fit`` and ``report``, and those not with
+``--json``. These three print each result when they have it. Exit status: 0 fine, 1 the check failed
+(a patch that is broken or of another model, an effect that no change of weights can have, logits
+that are not finite), 2 bad usage, 130 interrupted.
 
 A command is a module with ``HELP``, ``add_arguments`` and ``run``. Other packages add commands by
 the entry points ``icl_patch.commands``, as ``icl_patch.bench`` does. ``run`` imports the modules

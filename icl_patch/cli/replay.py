@@ -24,17 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print which token follows each kept token: without its context, and with its patch too."""
-    with common.stage("importing torch and transformers"):
+    with common.stage("importing torch and transformers", options):
         from icl_patch.evaluation.report import table, without_context
         from icl_patch.patch.context_patch import ContextPatch
         from icl_patch.patcher import ContextPatcher
 
     patch = ContextPatch.load(options.patch)
-    model, tokenizer = common.load_for_patch(options, patch.info)
+    common.use_patch(options, patch.info)
+    model, tokenizer = common.load(options)
     patch = patch.fitted_to(model, tokenizer)
     without = _next_without_context(model, patch)
     with (
-        common.stage("attaching and replaying"),
+        common.stage("attaching and replaying", options),
         ContextPatcher(model, patch.info.update, tokenizer=tokenizer) as patcher,
     ):
         following = patcher.forward(patch.kept_ids, patch).argmax(-1)

@@ -11,6 +11,7 @@ HELP = "write an HTML page on one context: answers, sizes of the changes, errors
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.set_defaults(lines=True)
     common.add_model(parser)
     common.add_prompt(parser)
     common.add_update(parser)
@@ -28,14 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and write the page; 1 if the update does not keep its promise."""
+    common.check_question(options)
     common.check_out(options)
-    model, tokenizer = common.load(options)
+    tokenizer = common.load_tokenizer(options)
+    prompt = common.read_prompt(options, tokenizer)
+    model, _ = common.load(options, tokenizer)
     from icl_patch.evaluation import report
     from icl_patch.evaluation.context_report import context_report, to_html
     from icl_patch.patch.atomic_file import write_atomically
 
-    prompt = common.read_prompt(options, tokenizer)
-    with common.progress_bar("measuring") as progress:
+    def answered(answers: dict[str, str], front: str) -> None:
+        if not options.json:
+            names = {"with_context": "with the context", "without": report.without_context(front)}
+            lines = [f"{names.get(name, name)}: {text!r}" for name, text in answers.items()]
+            common.print_result(options, {}, *lines)
+
+    with common.progress_bar("measuring", options) as progress:
         result = context_report(
             model,
             tokenizer,
@@ -46,17 +55,15 @@ def run(options: argparse.Namespace) -> int:
             groups=options.groups,
             name=_name(options.model),
             progress=progress,
+            on_answers=answered,
         )
     # a token may be half a character
     page = to_html(result).encode("utf-8", errors="replace")
     write_atomically(options.out, [page])
-    without = report.without_context(result.front)
-    names = {"with_context": "with the context", "without": without, "patched": "patched"}
     found: dict[str, Any] = {"file": str(options.out), "bytes": len(page), **result.to_dict()}
     common.print_result(
         options,
         found,
-        *(f"{names[name]}: {text!r}" for name, text in result.answers.items()),
         report.verdict_lines(result.verified),
         f"{options.out}: {len(page)} bytes",
     )

@@ -5,6 +5,7 @@ import argparse
 from icl_patch.cli import common
 
 HELP = "compare the patched model without context with the model with it, token by token"
+_MOST_CHARACTERS = 400  # of a prompt that is printed
 _OF_ONE = ("question",)
 _OF_MANY = (
     "context_column",
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "the paper's Mars prompt; for the embedded model its first held-out prompt"
     )
     common.add_update(parser)
-    common.add_max_new_tokens(parser, 50, "steps")
+    common.add_max_new_tokens(parser, 50, "steps at most: they stop where the answer ends")
     parser.add_argument(
         "--keep-last",
         type=int,
@@ -49,15 +50,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verify_one(options: argparse.Namespace) -> int:
-    model, tokenizer = common.load(options)
+    prompt = common.prompt_text(options)
+    tokenizer = common.load_tokenizer(options)
+    common.check_chat(options, tokenizer)
+    model, _ = common.load(options, tokenizer)
     from icl_patch.evaluation import report
+    from icl_patch.evaluation.loading import default_context
     from icl_patch.evaluation.verify import verify
 
-    with common.progress_bar("attaching, then verifying each token") as progress:
+    prompt = default_context(model) if prompt is None else prompt
+    with common.progress_bar("attaching, then verifying each token", options) as progress:
         result = verify(
             model,
             tokenizer,
-            context=common.prompt_text(options),
+            context=prompt,
             max_new_tokens=options.max_new_tokens,
             update=options.update,
             keep_last=options.keep_last,
@@ -73,21 +79,30 @@ def _verify_one(options: argparse.Namespace) -> int:
     common.print_result(
         options,
         result.to_dict(),
-        f"{result.model}, {result.family}, generated: {text!r}",
+        f"{result.model}, {result.family}",
+        f"prompt: {_shortened(prompt)!r}",
+        f"generated: {text!r}",
         report.verdict_lines(result),
         *details,
     )
     return 0 if result.passed else 1
 
 
+def _shortened(prompt: str) -> str:
+    """A prompt of any length with its end, where the question is."""
+    return prompt if len(prompt) <= _MOST_CHARACTERS else f"…{prompt[-_MOST_CHARACTERS:]}"
+
+
 def _verify_many(options: argparse.Namespace) -> int:
     """Verify the rows of a data set; 1 if the promise is not kept, or rows were rejected."""
     columns = common.dataset_columns(options, options.task_column)
-    model, tokenizer = common.load(options)
+    tokenizer = common.load_tokenizer(options)
+    common.check_template(tokenizer, columns)
+    model, _ = common.load(options, tokenizer)
     from icl_patch.evaluation import dataset_report
     from icl_patch.evaluation.verify_dataset import verify_dataset
 
-    with common.progress_bar("verifying each row") as progress:
+    with common.progress_bar("verifying each row", options) as progress:
         result = verify_dataset(
             model,
             tokenizer,

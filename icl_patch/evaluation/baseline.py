@@ -1,6 +1,6 @@
 """The run of the model with its context that patched replays are compared with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class BaselineRun:
         keep_last: tokens before the current one that are kept with it. keep_first: tokens of each
             row that stay in front of them.
         logits: (B, steps, V). tokens: (B, steps), that follow the context.
+        lengths: of the rows' answers, (B,): a row that has ended runs on beside longer ones.
     """
 
     ids: Tensor
@@ -32,6 +33,13 @@ class BaselineRun:
     keep_first: int
     logits: Tensor
     tokens: Tensor
+    lengths: Tensor
+
+    @property
+    def counted(self) -> Tensor:
+        """The steps of the answers, (B, steps) bool."""
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return places < self.lengths[:, None]
 
 
 @torch.no_grad()
@@ -45,8 +53,9 @@ def baseline(
     forced: Tensor | None = None,
     arithmetic: str | None = None,
     keep_first: int = 0,
+    ends: Sequence[int] = (),
 ) -> BaselineRun:
-    """Run the model with its context, ``steps`` tokens on.
+    """Run the model with its context, ``steps`` tokens on, or less if all rows have ended.
 
     The context is cached. The kept tokens then run in one call, or token by token if only the
     current one is kept.
@@ -57,10 +66,14 @@ def baseline(
         arithmetic: of the calls on the kept tokens, as ``"batch_invariant"``; the context runs in
             that of the model's own calls here, which is the default.
         keep_first: of the patches that are compared with this run, which itself has all tokens.
+        ends: ids that end a row's answer.
     """
     context, logits, tokens = (ids, mask, inputs or {}, keep_last, keep_first), [], []
     cache = None
+    stops, lengths = ids.new_tensor(ends), torch.full_like(ids[:, 0], steps)
     for step in range(steps):
+        if bool((lengths <= step).all()):
+            break
         sequences, further = sequences_at(model, ids, mask, keep_last, context[2])
         if cache is None or keep_last or switches(model, sequences):
             cache = kv_cache.new_cache(model)
@@ -69,7 +82,9 @@ def baseline(
             logits.append(forward_passes.run_tail(model, sequences, cache)[:, -1])
         tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
         ids, mask = extended(ids, mask, tokens[-1][:, None])
-    return BaselineRun(*context, torch.stack(logits, 1), torch.stack(tokens, 1))
+        ended = torch.isin(tokens[-1], stops)
+        lengths = torch.where(ended & (lengths > step), step + 1, lengths)
+    return BaselineRun(*context, torch.stack(logits, 1), torch.stack(tokens, 1), lengths)
 
 
 def sequences_at(

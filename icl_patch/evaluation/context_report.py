@@ -119,6 +119,7 @@ def context_report(
     groups: int = 64,
     name: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    on_answers: Callable[[dict[str, str], str], None] = lambda answers, front: None,
 ) -> ContextReport:
     """Measure what a context does to a model's weights.
 
@@ -131,6 +132,8 @@ def context_report(
             each is left out in turn. A short context has a group for each token.
         name: of the model; by default the path or id it was loaded from.
         progress: called with (done, total), once for all groups and then for all tokens.
+        on_answers: called with the answers and the text of the tokens that stay, before all else is
+            measured.
 
     Raises:
         UnsupportedModelError, ControllabilityError, NonFiniteError: as
@@ -148,6 +151,10 @@ def context_report(
         found = three_continuations(
             patcher, context_ids, question_ids, max_new_tokens, chat=prompt.chat, **keep
         )
+        decode: Any = tokenizer.decode
+        front = decode(context_ids[0, :keep_first])
+        answers = {key: decode(x[0], skip_special_tokens=True) for key, x in found.items()}
+        on_answers(answers, front)
         answer = found["with_context"]
         patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1), **keep)
         specials = set(tokenizer.all_special_ids)
@@ -167,13 +174,12 @@ def context_report(
         name=name,
         **keep,
     )
-    decode: Any = tokenizer.decode
     measured = dict(zip(left_out, changes, strict=True))
     return ContextReport(
         context=decode(context_ids[0]),
         question=decode(question_ids[0]),
-        front=decode(context_ids[0, :keep_first]),
-        answers={key: decode(x[0], skip_special_tokens=True) for key, x in found.items()},
+        front=front,
+        answers=answers,
         verified=verified,
         tokens=[decode([step.token_id]) for step in verified.steps],
         sizes=_sizes(patch, [decode([token]) for token in patch.kept_ids[0].tolist()]),

@@ -2,7 +2,7 @@
 on any other.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from icl_patch.models.prompts import make_prompt, padded, split_ids
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
-DTYPES = (torch.float32, torch.bfloat16)
+GRID = [(dtype, update) for dtype in (torch.float32, torch.bfloat16) for update in UPDATES]
 FEW_SHOT = (
     ("hot - cold\nbig - small\nfast - slow\nlight - dark\n", "old -"),
     ("cat -> cats\nbox -> boxes\ncity -> cities\nleaf -> leaves\n", "baby ->"),
@@ -106,13 +106,12 @@ def answer_each(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
     keep_first: int = 0,
-) -> list[dict[str, str]]:
+) -> Iterator[dict[str, str]]:
     """The prompts with the three answers to each, one at a time; the patch is exact. An answer is
     its first line, in a chat all of it. ``front`` is the text of the tokens that stay.
 
     keep_first: as in :meth:`icl_patch.ContextPatcher.compute`.
     """
-    rows = []
     decode: Any = tokenizer.decode
     with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
         for prompt in prompts:
@@ -125,8 +124,7 @@ def answer_each(
             if not chat:
                 texts = {key: text.split("\n", 1)[0] for key, text in texts.items()}
             front = decode(context[0, :keep_first])
-            rows.append({**vars(prompt), "front": front, **texts})
-    return rows
+            yield {**vars(prompt), "front": front, **texts}
 
 
 def verify_grid(
@@ -134,17 +132,12 @@ def verify_grid(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
     max_new_tokens: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     keep_first: int = 0,
-) -> list[VerifyReport]:
-    """Verify prompts together, for every update and dtype."""
+) -> Iterator[VerifyReport]:
+    """Verify prompts together, for every dtype and update of :data:`GRID`."""
     rows = [torch.cat(encoded(tokenizer, prompt), 1)[0] for prompt in prompts]
     context = dict(zip(("input_ids", "attention_mask"), padded(rows, "left"), strict=True))
-    grid = [(dtype, update) for dtype in DTYPES for update in UPDATES]
-    reports = []
-    for done, (dtype, update) in enumerate(grid, 1):
+    for dtype, update in GRID:
         options: Any = {"max_new_tokens": max_new_tokens, "update": update, "dtype": dtype}
         options["keep_first"] = keep_first
-        reports.append(verify(model, tokenizer, context=context, **options))
-        progress(done, len(grid))
-    return reports
+        yield verify(model, tokenizer, context=context, **options)

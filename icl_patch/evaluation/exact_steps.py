@@ -120,17 +120,19 @@ def in_both_arithmetics(
             inputs = run.ids, run.mask, len(replays), 0, run.inputs, run.tokens
             reference = baseline(model, *inputs, arithmetic).logits
             taken_twice = len(run.ids) * sum(count > 1 for count in passes)
-        logits = torch.stack(every, 1)
+        logits, counted = torch.stack(every, 1)[run.counted], run.counted
         # torch's maximum, unlike Python's, keeps NaN
         errors = torch.stack([report.reader_error.max() for report in reports])
         corrections = torch.stack([report.correction.max() for report in reports])
         return ExactSteps(
             arithmetic,
             REFERENCES[arithmetic],
-            bit_identical=float(metrics.bit_identical(logits, reference).double().mean()),
-            token_match=float(metrics.same_argmax(logits, run.logits).double().mean()),
-            linf_max=float(metrics.linf(logits, run.logits).max()),
-            linf_max_fp32=None if fp32 is None else float(metrics.linf(logits, fp32).max()),
+            bit_identical=float(metrics.bit_identical(logits, reference[counted]).double().mean()),
+            token_match=float(metrics.same_argmax(logits, run.logits[counted]).double().mean()),
+            linf_max=float(metrics.linf(logits, run.logits[counted]).max()),
+            linf_max_fp32=None
+            if fp32 is None
+            else float(metrics.linf(logits, fp32[counted]).max()),
             reader_error_max=float(errors.max()),
             correction_max=float(corrections.max()),
             misses=sum(int(report.misses.sum()) for report in reports),

@@ -29,6 +29,21 @@ MARS_PROMPT = (
 """The prompt of the paper's Figure 3."""
 
 
+def load_tokenizer(
+    model: str | Path | None, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder or a hub id; None and "embedded" mean the embedded model.
+
+    Raises:
+        UnsupportedModelError, OSError: as :func:`load_model`, without loading the weights.
+    """
+    where = embedded.MODEL_DIR if model is None or model == "embedded" else model
+    revision = revision or "main"
+    _check_loadable(where, revision)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where, revision=revision)
+    return tokenizer
+
+
 def load_model(
     model: PreTrainedModel | str | Path | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -64,7 +79,7 @@ def load_model(
                 f"expected all weights in {model}, {len(missing)} are missing, as {missing[0]}"
             )
         loaded = loaded.to(device or loaded.device).eval()
-        return loaded, tokenizer or AutoTokenizer.from_pretrained(model, revision=revision)
+        return loaded, tokenizer or load_tokenizer(model, revision)
     if tokenizer is None:
         raise ValueError("expected a tokenizer together with a model object, got none")
     device, dtype = torch.device(device or model.device), dtype or model.dtype

@@ -37,6 +37,7 @@ from icl_patch.evaluation.exact_steps import (
     one_pass_replays,
 )
 from icl_patch.evaluation.loading import default_context, encode_inputs, load_model
+from icl_patch.models.ends import answer_ends
 from icl_patch.models.forward import check_last_type
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.models.positions import check_one_side
@@ -89,7 +90,8 @@ class VerifyReport:
             experts.
         arithmetics: of an exact update, its steps in each arithmetic that ``generate`` has. All
             other attributes are those of ``"model"``.
-        steps: ``max_new_tokens`` of the first prompt, then of the second, and so on.
+        lengths: the number of tokens of each prompt's answer, its end included.
+        steps: the tokens of the first answer, then of the second, and so on.
     """
 
     model: str
@@ -108,6 +110,7 @@ class VerifyReport:
     misses: int
     experts_identical: float | None
     arithmetics: list[ExactSteps]
+    lengths: list[int]
     steps: list[VerifiedToken] = field(repr=False)
 
     def _of_steps(self, name: str) -> Tensor:
@@ -205,7 +208,9 @@ def verify(
         context: one prompt or several; or a processor's output for text and images: ``input_ids``
             (B, T), ``attention_mask`` and the model's further inputs. Default: the paper's Mars
             prompt; for the embedded model its first held-out prompt.
-        max_new_tokens: number of steps; the end-of-sequence token does not stop them.
+        max_new_tokens: the largest number of steps. They stop where the longest answer ends, and
+            of each answer its own tokens count. In a chat an answer ends with the turn, see
+            :func:`icl_patch.models.ends.answer_ends`.
         update: ``"direct"``, ``"stable"`` or ``"exact"``.
         dtype, device: by default those of the model or of its files. A model object is copied
             before it is converted or moved.
@@ -241,16 +246,20 @@ def verify(
     check_last_type(loaded, inputs)
 
     exact = update == "exact"
-    count = max_new_tokens * (2 if exact else 1)
+    ends = answer_ends(loaded, tokenizer, chat or system is not None)
+    run = baseline(
+        loaded, ids, mask, max_new_tokens, keep_last, inputs, ends=ends, keep_first=keep_first
+    )
+    steps = run.tokens.shape[1]
+    count = steps * (2 if exact else 1)
     progress(0, count)
-    run = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs, keep_first=keep_first)
     floor = _noise_floor(loaded, run)
     with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
         attached = patcher.attached_model
         totals, replays = _replays(attached, run, lambda done: progress(done, count))
         if exact:
             one_pass = one_pass_replays(
-                patcher.plans, run, lambda done: progress(max_new_tokens + done, count)
+                patcher.plans, run, lambda done: progress(steps + done, count)
             )
             progress(count, count)
     experts = totals["same_experts"]
@@ -271,7 +280,8 @@ def verify(
         misses=int(totals["misses"].sum()),
         experts_identical=float(experts.double().mean()) if experts.numel() else None,
         arithmetics=in_both_arithmetics(loaded, run, replays, one_pass) if exact else [],
-        steps=_verified_tokens(run.tokens, totals),
+        lengths=run.lengths.tolist(),
+        steps=_verified_tokens(run, totals),
     )
 
 
@@ -370,8 +380,8 @@ def _compare(
     }
 
 
-def _verified_tokens(tokens: Tensor, totals: Mapping[str, Tensor]) -> list[VerifiedToken]:
+def _verified_tokens(run: BaselineRun, totals: Mapping[str, Tensor]) -> list[VerifiedToken]:
     """The verified tokens, prompt by prompt, from (B, steps) of each number."""
-    names = ("match", "bit_identical", "linf", "tvd")
-    columns = [x.flatten().tolist() for x in (tokens, *(totals[name] for name in names))]
+    numbers = [totals[name] for name in ("match", "bit_identical", "linf", "tvd")]
+    columns = [x[run.counted.to(x.device)].tolist() for x in (run.tokens, *numbers)]
     return [VerifiedToken(*values) for values in zip(*columns, strict=True)]

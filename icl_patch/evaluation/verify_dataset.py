@@ -93,7 +93,7 @@ class DatasetReport:
     """The measurements of :func:`verify_dataset`.
 
     Attributes:
-        max_new_tokens: steps of every row.
+        max_new_tokens: the largest number of steps of a row.
         noise_floor: the largest of all batches, see :class:`icl_patch.VerifyReport`.
         passed: whether every batch keeps the update's promise, see there; promises: whether there
             is one in this dtype.
@@ -205,7 +205,7 @@ def verify_dataset(
             for row in batch:
                 verify_batch([row])
             return
-        for row, own in zip(batch, _numbers(report, len(batch)), strict=True):
+        for row, own in zip(batch, _numbers(report), strict=True):
             numbers[row.row.task].append(own)
         floors.append(report.noise_floor)
         passed.append(report.passed)
@@ -233,15 +233,15 @@ def verify_dataset(
     )
 
 
-def _numbers(report: VerifyReport, rows: int) -> Tensor:
+def _numbers(report: VerifyReport) -> Tensor:
     """The share of steps that match and that are bit-identical, and the largest errors of each of
     the rows: (rows, 4).
     """
     values = torch.tensor(
         [[step.match, step.bit_identical, step.linf, step.tvd] for step in report.steps],
         dtype=torch.float64,
-    ).view(rows, -1, 4)
-    return torch.cat([values[..., :2].mean(1), values[..., 2:].amax(1)], 1)
+    ).split(report.lengths)
+    return torch.stack([torch.cat([x[:, :2].mean(0), x[:, 2:].amax(0)]) for x in values])
 
 
 def _task(name: str, rows: list[Tensor]) -> TaskReport:

@@ -20,6 +20,7 @@ from icl_patch.layers.patched_module import (
     PatchedModule,
     like_rows_of,
     matches_rows,
+    other_rows,
     rows_of,
     untouched,
 )
@@ -48,11 +49,12 @@ class PatchedLinear(PatchedModule):
     Source: Goldwaser et al. (2025), Lemmas 6, 8 and 9.
     """
 
-    _PATCH: ClassVar[tuple[str, ...]] = ("u", "v", "bias_change", "shared", "out_dtype")
+    _PATCH: ClassVar[tuple[str, ...]] = ("u", "v", "bias_change", "shared", "by_row", "out_dtype")
     u: Tensor | None
     v: Tensor | None
     bias_change: Tensor | None
     shared: bool | None
+    by_row: bool | None  # whether a call has taken (B, T, ·) for its rows: later ones must too
     out_dtype: torch.dtype | None
     # of the ranks that have a part of the matrix's inputs each, whose outputs are summed
     group: dist.ProcessGroup | None = None
@@ -179,13 +181,12 @@ class PatchedLinear(PatchedModule):
         """A factor in a form that the ops take: (1, R, ·), (M, R, ·) or (M, ·)."""
         if not self.shared:
             if factor.shape[:-1] == z.shape[:-1]:
+                if factor.dim() == 3:  # for one row it would also be (1, R, ·)
+                    vars(self)["by_row"] = True
                 return factor.flatten(0, -2)
             rows = z.shape[:-1].numel()
-            if factor.dim() > 3 or factor.shape[0] != rows:
-                raise ValueError(
-                    f"expected factors {(*z.shape[:-1], '·')} or flat ({rows}, ·), or shared ones,"
-                    f" got {tuple(factor.shape)}"
-                )
+            if factor.dim() > 3 or factor.shape[0] != rows or self.by_row:
+                raise ValueError(other_rows("u and v", factor, z, "set_patch(u, v, shared=True)"))
         return factor
 
 
@@ -236,10 +237,7 @@ def add_bias_change(y: Tensor, bias_change: Tensor, out_dtype: torch.dtype | Non
     ``out_dtype`` or y's dtype.
     """
     if not matches_rows(bias_change, y):
-        raise ValueError(
-            f"expected bias_change {tuple(y.shape)}, flat or ({y.shape[-1]},), got"
-            f" {tuple(bias_change.shape)}"
-        )
+        raise ValueError(other_rows("bias_change", bias_change, y, f"({y.shape[-1]},)"))
     wide = torch.promote_types(torch.promote_types(y.dtype, bias_change.dtype), torch.float32)
     bias_change = bias_change if bias_change.dim() == 1 else bias_change.reshape(y.shape)
     return (y.to(wide) + bias_change.to(wide)).to(out_dtype or y.dtype)

@@ -47,6 +47,25 @@ def matches_rows(change: Tensor, x: Tensor) -> bool:
     return change.shape in (x.shape, x.shape[-1:], (x.shape[:-1].numel(), x.shape[-1]))
 
 
+def other_rows(name: str, change: Tensor, x: Tensor, shared: str) -> str:
+    """The message for changes that are not of the rows of an input or output x (..., n).
+
+    shared: how to give one change to all rows.
+    """
+    rows = x.shape[:-1].numel()
+    message = (
+        f"expected {name} for the {rows} rows of this call, {(*x.shape[:-1], '·')} or flat"
+        f" ({rows}, ·), or one for all, {shared}, got {tuple(change.shape)}"
+    )
+    if change.dim() < 2 or change.shape[:-1].numel() == rows:
+        return message
+    return (
+        f"{message}. A patch of rows is for one call: a prompt (prefill) and each token behind it"
+        " (decode) are calls of different rows, so none lasts from one to the other. Set a patch"
+        " before each call, or one for all"
+    )
+
+
 def rows_of(x: Tensor) -> Tensor:
     """x (..., n) as rows (M, n); x itself if it is."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

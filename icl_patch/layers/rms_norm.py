@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 from icl_patch import ops
 from icl_patch.layers.attachment import below_passes, unless_of_class
 from icl_patch.layers.device_hooks import hooks_of, is_accelerates, weight_of
-from icl_patch.layers.patched_module import PatchedModule, matches_rows, rows_of, with_base
+from icl_patch.layers.patched_module import (
+    PatchedModule,
+    matches_rows,
+    other_rows,
+    rows_of,
+    with_base,
+)
 
 # Scales of the rows that a module is tried on: the small one shows its eps, the large ones whether
 # it clamps.
@@ -79,10 +85,7 @@ class PatchedRMSNorm(PatchedModule):
         """(..., n) -> (..., n)."""
         assert self.new_scale is not None
         if not matches_rows(self.new_scale, x):
-            raise ValueError(
-                f"expected new_scale (n,) or one for each row of x {tuple(x.shape)}, got"
-                f" {tuple(self.new_scale.shape)}"
-            )
+            raise ValueError(other_rows("new_scale", self.new_scale, x, f"({x.shape[-1]},)"))
         return self.apply_scale(x, self.new_scale)
 
     def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:

@@ -534,8 +534,8 @@ class AttachedModel:
 
     @contextmanager
     def applying(self, patch: ContextPatch, row: int, token: int | None) -> Iterator[None]:
-        """Within this context one token's patch is applied to all tokens, or each kept token's to
-        itself, in all threads.
+        """Within this context one token's patch is applied to all tokens, or without a token each
+        kept token's to itself, in all threads.
 
         Raises:
             FingerprintMismatch, UnsupportedModelError, ValueError: as
@@ -544,7 +544,11 @@ class AttachedModel:
         stack = ExitStack()
         with self.attachment.lock:
             self.check_patch(patch)
-            layers = patch.layers if token is None else patch.of_token(row, token)
+            if token is None and row:
+                raise ValueError(
+                    f"expected no row without a token, got {row}: patch.select(rows=...) takes one"
+                )
+            layers = list(patch.layers) if token is None else patch.of_token(row, token)
             if len(layers) != len(self.block_specs):
                 raise ValueError("expected a patch with all its layers, got a part of one")
             check_fit(patch, self.model)

@@ -2,20 +2,19 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import StaticPatchWarning
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.ends import answer_ends, configured_ends
+from icl_patch.models.ends import answer_ends
 from icl_patch.models.language_model import check_length, check_vocabulary, vocabulary
-from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front, padded
 
 ROW_TOKENS = 8192  # of a batch without gradients: bounds its memory
@@ -35,6 +34,7 @@ class Example:
         answer: the ids of the answer, its last token included; None: the model's own greedy answer
             with the context.
         end: ids that end an answer; none: those of the model's generation configuration.
+        end_is_guessed: whether the answer may well end otherwise, as a text's without ``end=``.
 
     Raises:
         ValueError: one of them is empty.
@@ -44,6 +44,7 @@ class Example:
     without: Tokens
     answer: Tokens | None = None
     end: Tokens = ()
+    end_is_guessed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("with_context", "without", "answer", "end"):
@@ -111,7 +112,8 @@ def examples(
         ids = None
         if answer is not None:
             ids = (*_behind(tokenizer, prompt.with_context, answer), ends[prompt.chat][0])
-        found.append(Example(with_context, without, ids, ends[prompt.chat]))
+        is_guessed = end is None and not prompt.chat
+        found.append(Example(with_context, without, ids, ends[prompt.chat], is_guessed))
     return found
 
 
@@ -194,42 +196,6 @@ def preserved_texts() -> list[str]:
     return content.strip().split("\n\n")
 
 
-@torch.no_grad()
-def answered(
-    model: PreTrainedModel, examples: Sequence[Example], max_new_tokens: int = 64
-) -> list[Example]:
-    """The examples with the model's own greedy answers where none are given.
-
-    Raises:
-        ValueError: ids are not in the vocabulary, or there are more tokens than positions; or the
-            same prompt without its context has different answers, which no one patch can give.
-    """
-    found = list(examples)
-    asked = [i for i, example in enumerate(found) if example.answer is None]
-    for example in found:
-        new = 0 if example.answer else max_new_tokens
-        for prompt in (example.with_context, example.without):
-            check_row(model, (*prompt, *(example.answer or ())), new)
-    asked.sort(key=lambda i: len(found[i].with_context))
-    # in a batch of several lengths LongRoPE would go by the longest row
-    kind = (lambda length: length) if switch_lengths(model) else (lambda _: 0)
-    for batch in batches(asked, lambda i: len(found[i].with_context) + max_new_tokens, kind):
-        for end in dict.fromkeys(found[i].end for i in batch):
-            same_end = [i for i in batch if found[i].end == end]
-            rows = [found[i].with_context for i in same_end]
-            for i, own in zip(same_end, greedy(model, rows, max_new_tokens, end), strict=True):
-                found[i] = replace(found[i], answer=own)
-    known: dict[Tokens, Tokens | None] = {}
-    for example in found:
-        if known.setdefault(example.without, example.answer) != example.answer:
-            raise ValueError(
-                "expected contexts that share one instruction, got two that give different answers"
-                f" to the same prompt: {known[example.without]!s:.80} and {example.answer!s:.80}."
-                " Fit a patch for each context"
-            )
-    return found
-
-
 def check_row(model: PreTrainedModel, row: Sequence[int], new: int = 0) -> None:
     """Raises ValueError unless the model has the ids of a row, and positions for it and ``new``
     tokens behind it.
@@ -237,11 +203,6 @@ def check_row(model: PreTrainedModel, row: Sequence[int], new: int = 0) -> None:
     ids = torch.tensor([list(row)])
     check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
     check_length(model, ids.shape[1] - 1, new)  # the last token may be an answer's end: no input
-
-
-def ends_of(model: PreTrainedModel, end: Tokens) -> list[int]:
-    """The ids that end an answer: ``end``, or those of the model's generation configuration."""
-    return list(end or configured_ends(model))
 
 
 def batches(
@@ -267,35 +228,3 @@ def batches(
             groups.append([])
         groups[-1].append(item)
     return groups
-
-
-def greedy(
-    model: PreTrainedModel, rows: Sequence[Tokens], max_new_tokens: int, end: Tokens = ()
-) -> list[Tokens]:
-    """The model's greedy continuation of each row of ids, up to the end token and with it; with no
-    options of the model's generation configuration, whose penalties give other tokens than the
-    model's first choice.
-    """
-    ends = ends_of(model, end)
-    ids, mask = padded(rows, "left")
-    check_length(model, ids.shape[1], max_new_tokens)
-    device = input_device(model)
-    generate: Any = model.generate
-    configured, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        generated: Tensor = generate(
-            ids.to(device),
-            attention_mask=mask.long().to(device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else 0,
-        )
-    finally:
-        model.generation_config = configured
-    return [_up_to_end(row, ends) for row in generated[:, ids.shape[1] :].tolist()]
-
-
-def _up_to_end(ids: list[int], ends: list[int]) -> Tokens:
-    place = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
-    return tuple(ids[: place + 1])

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,14 +18,8 @@ from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.prompts import Tokens
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.recording.attached_model import check_eval
-from icl_patch.static.examples import (
-    Example,
-    answered,
-    check_row,
-    documents,
-    ends_of,
-    preserved_texts,
-)
+from icl_patch.static.answers import Answers, answered, ends_of
+from icl_patch.static.examples import Example, check_row, documents, preserved_texts
 from icl_patch.static.matrices import find_matrices
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 from icl_patch.static.student import Student
@@ -69,7 +63,9 @@ def fit(
     start: StaticPatch | None = None,
     max_new_tokens: int = 64,
     accept_worse: bool = False,
+    answers: Answers | None = None,
     progress: Progress = lambda done, total: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> StaticPatch:
     """One change of weights with which the model, without the context of the examples, answers as
     it does with it: low-rank factors with the smallest mean KL(with context ‖ patched) over the
@@ -94,12 +90,17 @@ def fit(
         rank: of each change.
         first_block: the first block that is changed: blocks that are left out save time, and cost
             some quality.
-        seconds: a budget of time for the whole fit; it makes as many steps as fit.
+        seconds: a budget of time for the whole fit; it makes as many steps as fit. The model's own
+            answers are part of it, and come to their end in any case: keep them as ``answers``.
         distillation: steps, learning rate and the like.
         start: a patch from which the training starts; its changes are cut to ``rank``.
         max_new_tokens: of an answer that the model gives.
         accept_worse: return the patch even if it is worse than none, or moves preserved texts.
+        answers: an empty dictionary gets the answers that the model gives; a later fit of this
+            model with the same questions and ``max_new_tokens`` takes them from there.
         progress: called with (done, total) steps.
+        say: called with a line of text on the time that the answers take, when they have begun, and
+            on each measurement.
 
     Returns:
         The patch, with a :class:`icl_patch.static.StaticReport`.
@@ -112,7 +113,7 @@ def fit(
         ValueError: there are no examples, or one of ``held_out`` is among them; an option does not
             fit; the rank is above that of a matrix; two examples want different answers to one
             prompt; activations are NaN; the model is training; ``start`` changes other matrices; or
-            no step fits into ``seconds``.
+            no step fits into ``seconds``, which names a number that suffices.
         FingerprintMismatch: ``start`` is of another model.
     """
     began = time.perf_counter()
@@ -138,10 +139,16 @@ def fit(
     known = {} if start is None else _factors_of(start, model, matrices)
     if preserve is None and tokenizer is not None:
         preserve = documents(model, tokenizer, preserved_texts())
-    rows = _split(model, examples, held_out, preserve or (), max_new_tokens)
+    _check_rows(model, examples, held_out, preserve or ())
+    answering = time.perf_counter()
+    every = answered(model, [*examples, *held_out], max_new_tokens, answers, say)
+    answering = time.perf_counter() - answering
+    rows = _split(model, examples, held_out, every, preserve or ())
     notes = _unknown(rows, max_new_tokens)
     for note in notes:
         warnings.warn(note, StaticPatchWarning, stacklevel=4)  # behind two decorators
+    counts = (len(x) for x in (rows.fitted, rows.held_out, rows.fitted_texts, rows.held_texts))
+    say("{} questions to fit, {} held out; {} texts to preserve, {} held out".format(*counts))
     dtype = options.dtype_for(model)
     student = Student(model)
     held = targets_of(student, rows.held_out)
@@ -159,10 +166,12 @@ def fit(
         held_texts=held_texts,
         kappa=kappa,
         options=options,
+        say=say,
     )
+    before = time.perf_counter() - began
     training.run(began + seconds - 1.5 * measuring, progress)
     if not training.step:
-        raise ValueError(f"expected a budget of seconds that holds a step, got {seconds:g}")
+        raise ValueError(_too_short(seconds, before - answering, answering, measuring, training))
 
     info = StaticInfo.of(model, tokenizer, "distill", rows.front)
     patch = StaticPatch(info, training.best[2])
@@ -220,7 +229,8 @@ def _factors_of(
 class _Rows:
     """Answered examples and texts, to fit and held out.
 
-    endless: how many of the model's own answers did not end.
+    endless: how many of the model's own answers did not end; end_is_guessed: whether one of these
+        may have an end that is not known.
     """
 
     fitted: list[Example]
@@ -229,35 +239,51 @@ class _Rows:
     held_texts: list[Tokens]
     front: Tokens
     endless: int
+    end_is_guessed: bool
+
+
+def _check_rows(
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    texts: Sequence[Sequence[int]],
+) -> None:
+    """Raises ValueError for texts that are no ids of the model's, or held-out prompts that are
+    among the examples; before the model answers, which takes most of the time.
+    """
+    if any(isinstance(text, str) or not len(text) for text in texts):
+        raise ValueError(
+            "expected ids of texts to preserve, at least one each, got text or none:"
+            " static.documents gives them"
+        )
+    for text in texts:
+        check_row(model, text, 1)
+    prompts = {example.without for example in examples}
+    if known := sum(example.without in prompts for example in held_out):
+        raise ValueError(
+            f"expected held-out prompts that are not among the examples, got {known} that are"
+        )
 
 
 def _split(
     model: PreTrainedModel,
     examples: Sequence[Example],
     held_out: Sequence[Example],
+    asked: list[Example],
     texts: Sequence[Sequence[int]],
-    max_new_tokens: int,
 ) -> _Rows:
-    """Hold out some of the prompts, if none are given, and every fifth text."""
-    if any(isinstance(text, str) or not len(text) for text in texts):
-        raise ValueError(
-            "expected ids of texts to preserve, at least one each, got text or none:"
-            " static.documents gives them"
-        )
+    """Hold out some of the prompts, if none are given, and every fifth text.
+
+    asked: the examples and those held out, answered.
+    """
     own = list(dict.fromkeys(map(tuple, texts)))  # one that is held out must not be fitted too
-    for text in own:
-        check_row(model, text, 1)
-    asked = answered(model, [*examples, *held_out], max_new_tokens)
     fitted, held = asked[: len(examples)], asked[len(examples) :]
     number = {ids: i for i, ids in enumerate(dict.fromkeys(x.without for x in fitted))}
-    if known := sum(example.without in number for example in held):
-        raise ValueError(
-            f"expected held-out prompts that are not among the examples, got {known} that are"
-        )
-    endless = sum(
-        given.answer is None and (x.answer or ())[-1] not in ends_of(model, x.end)
+    endless = [
+        given
         for given, x in zip((*examples, *held_out), asked, strict=True)
-    )
+        if given.answer is None and (x.answer or ())[-1] not in ends_of(model, x.end)
+    ]
     if not held and len(number) > 1:
         every = _HELD_OUT_OF if len(number) <= _MANY else _HELD_OUT_OF_MANY
         every = max(min(every, len(number)), math.ceil(len(number) / _MOST_HELD_OUT))
@@ -268,7 +294,8 @@ def _split(
     fitted_texts = [x for i, x in enumerate(own) if i % every != every - 1]
     first = {ids[0] for x in asked for ids in (x.with_context, x.without)}
     front = tuple(first) if len(first) == 1 else ()
-    return _Rows(fitted, held, fitted_texts, held_texts, front, endless)
+    guessed = any(x.end_is_guessed or not x.end for x in endless)
+    return _Rows(fitted, held, fitted_texts, held_texts, front, len(endless), guessed)
 
 
 def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
@@ -290,11 +317,29 @@ def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
             " prompts begin with one token, such as <bos>"
         )
     if rows.endless:
+        cure = "the token that ends an answer as end, or " if rows.end_is_guessed else ""
         found.append(
-            f"{rows.endless} answers did not end within {max_new_tokens} tokens: give the token"
-            " that ends an answer as end, or more max_new_tokens"
+            f"{rows.endless} answer{'s' * (rows.endless > 1)} did not end within {max_new_tokens}"
+            f" tokens: give {cure}more max_new_tokens"
         )
     return tuple(found)
+
+
+def _too_short(
+    seconds: float, preparing: float, answering: float, measuring: float, training: Training
+) -> str:
+    """The budgets that hold all steps, with the model's answers and without them, by the times of
+    this fit's parts.
+    """
+    step, options = training.seconds_of_step(), training.options
+    rest = preparing + options.steps * step + (2 + options.steps / options.check_every) * measuring
+    needed, without = (math.ceil(1.1 * time) for time in (answering + rest, rest))
+    again = f" With the answers of this one (answers=) {without} suffice." if answering > 1 else ""
+    return (
+        f"expected a budget of seconds that holds a step, got {seconds:g}: {needed} hold all"
+        f" {options.steps}. The model's answers took {answering:.1f} s, targets and a measurement"
+        f" {preparing:.1f} s, and a step takes {step:.2g} s.{again}"
+    )
 
 
 def _check_harmless(report: StaticReport) -> None:

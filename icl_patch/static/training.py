@@ -93,6 +93,7 @@ class Training:
         held_out, held_texts: those to choose the best step by; without ``held_out`` the last step
             counts.
         kappa: the weight κ of the texts at the beginning.
+        say: called with a line for each measurement.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class Training:
         held_texts: Sequence[Target],
         kappa: float,
         options: Distillation,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.student, self.changes, self.options = student, changes, options
+        self.student, self.changes, self.options, self.say = student, changes, options, say
         self.questions, self.texts = questions, texts
         self.held_out, self.held_texts = held_out, held_texts[:_MEASURED_TEXTS]
         self.kappa = self.first_kappa = kappa
@@ -149,6 +151,13 @@ class Training:
         if measured != self.step:
             self._keep_best()
 
+    def seconds_of_step(self) -> float:
+        """The time of one step, which changes nothing."""
+        questions, texts = next(self._draws())
+        began = time.perf_counter()
+        self._descend(questions, texts, 0.0)
+        return time.perf_counter() - began
+
     def _draws(self) -> Iterator[tuple[list[Target], list[Target]]]:
         """The questions and texts of each step."""
         options = self.options
@@ -167,6 +176,7 @@ class Training:
         if quality is not None:
             loss = quality.kl + self.first_kappa * moved
             loss += _PENALTY * max(0.0, moved - HARMFUL_KL / 2)
+            self.say(f"step {self.step}: KL {quality.kl:.3f} nats a token on held-out questions")
         if moved > HARMFUL_KL / 2:
             self.kappa *= 2
         if loss < self.best[0]:

@@ -157,7 +157,9 @@ ERRORS = [
     ("extract --dataset /nowhere --out a", 2, "UsageError", "expected a data set, there is no"),
     ("verify /nowhere/at/all", 2, "OSError", "or a hub id, got /nowhere/at/all: "),
     (f"verify {HERE}", 2, "OSError", "expected a folder with a model, as save_pretrained writes"),
-    ("verify --context-file /nowhere/at/all", 2, "FileNotFoundError", "No such file"),
+    ("verify --context-file /nowhere/at/all", 2, "UsageError", "a file with the context, there"),
+    ("replay --patch /nowhere", 2, "UsageError", "expected a patch file, there is no '/nowhere'"),
+    ("fit --examples /nowhere --out a.safetensors", 2, "UsageError", "a file of examples, there"),
     ("verify --revision main", 2, "ValueError", "no --revision of the embedded model"),
     (f"inspect --patch {__file__}", 1, "PatchFormatError", "safetensors"),
     (f"inspect --patch {MODEL_FILE} --device cpu", 2, "ValueError", "expected MODEL with --revis"),
@@ -309,6 +311,89 @@ def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> No
     replace(patch, info=replace(patch.info, model="/nowhere")).save(file)
     _, out, _ = run(capsys, "inspect", "--patch", file)
     assert "3 tokens; with MODEL they are shown as text" in out
+
+
+def test_what_inspect_leaves_out(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """How a patch was computed, which only a replay reads, is in its JSON alone; a patch of a
+    question says that the answer has none.
+    """
+    file, whole = tmp_path / "p.safetensors", tmp_path / "whole.safetensors"
+    prompt = ("--context", "say german\n", "--question", "7 0 4.")
+    _, out, _ = run(capsys, "extract", *prompt, "--out", file)
+    assert "of the question alone: --max-new-tokens patches the model's answer too" in out
+    _, out, _ = run(capsys, "inspect", "--patch", file)
+    names = ("passes", "longest", "divisible")
+    assert not any(name in out for name in names) and "replayable" in out
+    assert set(names) <= json.loads(run(capsys, "inspect", "--patch", file, "--json")[1]).keys()
+    command = ("extract", *prompt, "--out", whole, "--max-new-tokens", 40, "--json")
+    answer = json.loads(run(capsys, *command)[1])["answer"]
+    model, tokenizer = embedded.load()
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        expected = patcher.ask("say german\n", "7 0 4.", max_new_tokens=40)
+    patch = ContextPatch.load(whole)
+    assert answer == expected.text != ""
+    assert torch.equal(patch.kept_ids, expected.patch.kept_ids)
+    assert torch.equal(patch.layers[3]["readers.v"], expected.patch.layers[3]["readers.v"])
+
+
+def test_verify_stops_where_the_answer_ends(capsys: pytest.CaptureFixture) -> None:
+    status, out, _ = run(capsys, "verify", "--update", "stable")
+    model, tokenizer = embedded.load()
+    kind = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
+    ids = tokenizer(kind.context + kind.question, return_tensors="pt").input_ids
+    own = model.generate(ids, max_new_tokens=50, do_sample=False)[0, ids.shape[1] :]
+    assert own[-1] == tokenizer.eos_token_id
+    assert f"prompt: {kind.context + kind.question!r}\n" in out
+    assert f"generated: {tokenizer.decode(own)!r}\n" in out
+    assert status == 0 and f"same token: yes, {len(own)} of {len(own)} tokens" in out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "verify --context a --chat",
+        "verify --system a --question b",
+        "generate --context a --chat",
+        "extract --context a --question b --chat --out p.safetensors",
+        "report --system a --question b --out p.html",
+        "fit --examples chats.json --out p.safetensors",
+        "verify --dataset rows.jsonl --chat",
+        "extract --dataset rows.jsonl --system-column context --out p",
+        "generate --patch static.safetensors --question b --chat",
+    ],
+)
+def test_a_chat_without_a_template_is_refused_before_the_model_is_loaded(
+    command: str, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--dataset" in command:
+        pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    Path("chats.json").write_text('[{"system": "a", "questions": ["b"]}]')
+    Path("rows.jsonl").write_text('{"context": "a", "kept": "b"}\n')
+    Path("static.safetensors").touch()
+    monkeypatch.setattr("icl_patch.evaluation.loading.load_model", None)
+    status, _, err = run(capsys, *command.split())
+    assert status == 2 and "expected a tokenizer with a chat template" in err
+
+
+def test_demo_shows_each_result_when_it_is_there(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where stdout and stderr are no terminals."""
+    seen, grid = [], demo.verify_grid
+
+    def watched(*arguments: Any) -> Iterator[Any]:
+        for entry in grid(*arguments):
+            seen.append("".join(capsys.readouterr()))
+            yield entry
+
+    monkeypatch.setattr(demo, "verify_grid", watched)
+    _, out, err = run(capsys, "demo", "--prompts", 1, "--max-new-tokens", 1)
+    assert "loading the embedded model" in seen[0] and "without, but patched" in seen[0]
+    assert "patched: 1 of 1" in seen[0]
+    assert "direct, float32: same token: yes, 1 of 1" in seen[1]
+    assert "verifying each update and dtype: 2 of 6" in seen[2]
+    assert "exact, bfloat16: identical: yes" in out and "6 of 6" in err
 
 
 def test_generate_streams(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

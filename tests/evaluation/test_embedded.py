@@ -91,11 +91,11 @@ def test_any_model_answers_with_its_context_without_it_and_patched() -> None:
     model, tokenizer = embedded.load()
     tokenizer.chat_template = CHAT_ML
     prompts = demo.prompts_for(tokenizer)[::3]  # one of each kind
-    rows = demo.answer_each(model, tokenizer, prompts)
+    rows = list(demo.answer_each(model, tokenizer, prompts))
     assert [row["patched"] for row in rows] == [row["with_context"] for row in rows]
     assert [row["question"] for row in rows] == [prompt.question for prompt in prompts]
     assert any(row["without"] != row["with_context"] for row in rows)
-    reports = demo.verify_grid(model, tokenizer, prompts[:1], 1)
+    reports = list(demo.verify_grid(model, tokenizer, prompts[:1], 1))
     assert [(entry.update, entry.dtype) for entry in reports] == [
         (update, dtype) for dtype in ("float32", "bfloat16") for update in UPDATES
     ]

@@ -12,11 +12,24 @@ from torch.func import functional_call
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 
+OWN_LOOP = runpy.run_path(
+    str(Path(__file__).parents[2] / "examples" / "generation" / "own_loop.py")
+)
+
 
 def test_the_example_says_that_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parents[2] / "examples" / "generation" / "own_loop.py"
-    assert runpy.run_path(str(path))["main"]()
+    assert OWN_LOOP["main"]()
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "gpt_neox", "mixtral", "gpt_oss"])
+def test_the_example_serves_every_form_of_block(family: str) -> None:
+    """Its loop gives the tokens that the model chooses with its context."""
+    model, ids = stock(family), tokens(7, 1, 6)
+    model.generation_config.eos_token_id = None
+    new = OWN_LOOP["NEW_TOKENS"]
+    expected = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    assert torch.equal(OWN_LOOP["own_loop"](model, ids), expected[:, ids.shape[1] :])
 
 
 @updates
@@ -106,3 +119,27 @@ def test_experts_are_not_changed_for_other_tokens() -> None:
         with refusal, patcher.applied(patch):
             pass
         assert torch.equal(patcher.forward(KEPT, patch).argmax(-1), patch.logits.argmax(-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+def test_every_token_gets_its_own_change_in_one_call(family: str) -> None:
+    """Of several rows and tokens; calls on others are refused, and the cure works."""
+    model = stock(family)
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(tokens(5, 2, 7), tokens(6, 2, 3))
+        with patcher.applied(patch, token=None) as changed:
+            place = {"position_ids": patch.position_ids}
+            logits = changed(patch.kept_ids, **place, use_cache=False).logits
+            with pytest.raises(ValueError, match=r"for the 4 rows of this call.*prefill"):
+                changed(patch.kept_ids[:, :2], use_cache=False)
+        part = patch.select(slice(2), slice(2))
+        place = {"position_ids": part.position_ids}
+        with patcher.applied(part, token=None) as changed:
+            first = changed(part.kept_ids, **place, use_cache=False).logits
+        limit = noise_limit(model, tokens(6, 2, 3))
+        assert metrics.linf(logits, patch.logits).max() <= limit
+        assert metrics.linf(first, patch.logits[:, :2]).max() <= limit
+        refused = pytest.raises(ValueError, match=r"expected no row without a token, got 1: patch")
+        with refused, patcher.applied(patch, row=1, token=None):
+            pass

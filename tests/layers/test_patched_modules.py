@@ -171,14 +171,38 @@ def test_factors_in_another_order_than_the_input(name: str) -> None:
     """(T, B, ·) has as many elements as (B, T, ·), and is not it."""
     layer, z = PatchedLinear(BASES[name]()), torch.randn(2, 3, K)
     layer.set_patch(torch.randn(3, 2, N), torch.randn(3, 2, K))
-    message = r"expected factors \(2, 3, '·'\) or flat \(6, ·\), or shared ones, got \(3, 2, 7\)"
-    with pytest.raises(ValueError, match=message):
+    message = r"expected u and v for the 6 rows of this call, \(2, 3, '·'\) or flat \(6, ·\), or .*"
+    with pytest.raises(ValueError, match=rf"{message}, got \(3, 2, 7\)\Z"):
         layer(z)
     for shape in ((3, 2, N), (N, 6), (1,)):
         layer.set_bias_change(torch.randn(shape))
-        message = r"expected bias_change \(2, 3, 7\), flat or \(7,\), got"
+        message = r"expected bias_change for the 6 rows of this call, \(2, 3, '·'\) .* \(7,\), got"
         with pytest.raises(ValueError, match=message):
             layer(z)
+
+
+def test_a_patch_of_a_prompts_rows_does_not_last_to_the_next_token() -> None:
+    """Nor one of a token's row back; the cures work in both."""
+    layer, norm = PatchedLinear(nn.Linear(K, N)), patched_norm("llama")
+    prompt, token = torch.randn(1, 5, K), torch.randn(1, 1, K)
+    u, v, scale = torch.randn(1, 5, N), torch.randn(1, 5, K), torch.rand(1, 5, K)
+    for call, other, one in ((prompt, token, slice(5)), (token, prompt, slice(1))):
+        refused = pytest.raises(ValueError, match=r"\(prefill\) and each token .*before each call")
+        layer.set_patch(u[:, one], v[:, one])
+        norm.set_patch(scale[:, one])
+        layer(call), norm(call)
+        for module in (layer, norm):
+            with refused:
+                module(other)
+        layer.set_bias_change(u[:, one])
+        layer(call)
+        with refused:
+            layer(other)
+    layer.set_patch(u[:, :1], v[:, :1], shared=True)
+    for z in (prompt, token):
+        plain = layer.base_layer(z)
+        expected = plain + (z * v[:, :1]).sum(-1, keepdim=True) * u[:, :1]
+        torch.testing.assert_close(layer(z), expected)
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -308,7 +332,7 @@ def test_a_low_precision_scale_is_applied_in_fp32() -> None:
         ((5, N), (4, K), r"same leading dimensions, got \(5, 7\), \(4, 12\)"),
         ((5, N + 1), (5, K), r"expected u .*N = 7.*\(5, 8\)"),
         ((5, N), (5, K - 1), r"expected v .*K = 12.*\(5, 11\)"),
-        ((4, N), (4, K), r"or flat \(5, ·\), or shared ones, got \(4, 7\)"),
+        ((4, N), (4, K), r"or flat \(5, ·\), or one for all, .* got \(4, 7\)"),
     ],
 )
 @pytest.mark.parametrize("name", BASES)
@@ -327,7 +351,7 @@ def test_a_scale_that_does_not_fit() -> None:
     layer = patched_norm("llama")
     for shape in ((K + 1,), (4, 1, K), (3, K), (3, 2, K)):
         layer.set_patch(torch.ones(shape))
-        message = r"expected new_scale \(n,\) or one for each row of x \(2, 3, 12\), got"
+        message = r"expected new_scale for the 6 rows of this call, .* for all, \(12,\), got"
         with pytest.raises(ValueError, match=message):
             layer(torch.ones(2, 3, K))
 

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from icl_patch import ContextPatcher, static
 from icl_patch.evaluation.demo import three_continuations
 from icl_patch.models.ends import answer_ends, chat_ends
-from icl_patch.static.examples import answered
+from icl_patch.static.answers import answered
 
 _OPENING = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 _TURNS = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + END }}{% endfor %}"

@@ -1,5 +1,7 @@
 """README and docs: their commands and code run as they stand, and their numbers are committed."""
 
+import ast
+import builtins
 import json
 import re
 import runpy
@@ -64,6 +66,27 @@ def test_every_fenced_block_is_known() -> None:
     """One in another language would be executed by no test."""
     languages = {found for page in PAGES for found in re.findall(r"```(\w+)\n", text_of(page))}
     assert languages == {"python", "sh"}
+
+
+def undefined(block: str) -> set[str]:
+    """The names that a block reads and does not define."""
+    nodes = list(ast.walk(ast.parse(block)))
+    read = {x.id for x in nodes if isinstance(x, ast.Name)}
+    known = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    known |= {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
+    known |= {x.arg for x in nodes if isinstance(x, ast.arg)}
+    for x in nodes:
+        if isinstance(x, ast.Import | ast.ImportFrom):
+            known |= {(name.asname or name.name).partition(".")[0] for name in x.names}
+    return read - known - set(dir(builtins))
+
+
+def test_a_snippet_runs_by_itself_or_says_that_it_does_not() -> None:
+    assert undefined("import a.b\nx = a.c(y)") == {"y"}
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            before = text_of(page).partition(block)[0]
+            assert not undefined(block) or "from above" in before, (page, undefined(block))
 
 
 @pytest.mark.filterwarnings("error::UserWarning:icl_patch.*")

@@ -14,7 +14,8 @@ from support.word_tokenizer import VOCABULARY, word_tokenizer
 from icl_patch import embedded, static
 from icl_patch.errors import StaticPatchWarning
 from icl_patch.evaluation import tiny_models
-from icl_patch.static.examples import Example, answered, batches, pad
+from icl_patch.static.answers import answered
+from icl_patch.static.examples import Example, batches, pad
 from icl_patch.static.student import Student
 from icl_patch.static.targets import measure, targets_of
 from icl_patch.static.training import _shuffled

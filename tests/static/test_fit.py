@@ -3,6 +3,7 @@
 import copy
 import importlib
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from icl_patch import ContextPatcher, UnsupportedModelError, static
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
 from icl_patch.static import Distillation, Example, StaticPatch
-from icl_patch.static.examples import answered
+from icl_patch.static.answers import answered
 from icl_patch.static.matrices import find_matrices
 from icl_patch.static.student import Student
 from icl_patch.static.targets import targets_of, targets_of_texts
 from icl_patch.static.training import Training
 
+answers_module = importlib.import_module("icl_patch.static.answers")
 fit_module = importlib.import_module("icl_patch.static.fit")
 training_module = importlib.import_module("icl_patch.static.training")
 QUIET: dict[str, Any] = {"preserve": (), "accept_worse": True}
@@ -178,6 +180,28 @@ def test_a_budget_holds_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
     assert rates[5:] == pytest.approx(expected)
 
 
+def test_a_budget_that_is_too_short_keeps_the_answers_and_names_one_that_suffices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, kept, said = build("llama"), {}, []
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 6, "answers": kept, "say": said.append}
+    with pytest.raises(ValueError, match=r"got 1e-09: \d+ hold all 2\. The model's answers") as got:
+        fit(model, NO_ANSWER, seconds=1e-9, **options)
+    assert re.fullmatch(
+        r"the model answers 8 questions with at most 6 tokens, in \d+ s or less", said[0]
+    )
+    for example in NO_ANSWER:
+        ids = torch.tensor([example.with_context])
+        own = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert kept[example.with_context, (), 6] == tuple(own[0, ids.shape[1] :].tolist())
+    monkeypatch.setattr(answers_module, "greedy", None)  # they are not asked for again
+    enough = float(re.search(r": (\d+) hold all", str(got.value))[1])
+    patch = fit(model, NO_ANSWER, seconds=enough, **options)
+    assert patch.report.steps >= 1
+    assert any("8 answers did not end within 6" in text for text in patch.report.warnings)
+
+
 def test_distillation_stops_early() -> None:
     options = Distillation(steps=40, check_every=1, patience=2, learning_rate=1.0, warmup=1)
     patch = fit(build("llama"), random_examples(), distillation=options)
@@ -211,6 +235,8 @@ def test_a_patch_that_harms_is_not_returned() -> None:
 OTHER_FRONT = [replace(x, with_context=(9, *x.with_context)) for x in random_examples()]
 NO_ANSWER = [replace(x, answer=None) for x in random_examples()]
 
+KNOWN_END = [replace(x, end=(0,)) for x in NO_ANSWER]
+
 
 @pytest.mark.parametrize(
     ("examples", "message"),
@@ -218,7 +244,8 @@ NO_ANSWER = [replace(x, answer=None) for x in random_examples()]
         (random_examples(count=1), "one question: nothing is held out"),
         (random_examples(), "no texts to preserve are held out"),
         (OTHER_FRONT, "begin with different tokens"),
-        (NO_ANSWER, "8 answers did not end within 3 tokens"),
+        (NO_ANSWER, "8 answers did not end within 3 tokens: give the token that ends an answer"),
+        (KNOWN_END, "8 answers did not end within 3 tokens: give more max_new_tokens"),
     ],
 )
 def test_what_is_not_known_is_said(examples: list, message: str) -> None:
@@ -236,7 +263,8 @@ def test_a_question_of_several_contexts_is_held_out_in_all() -> None:
     """Without its context it is one prompt: a fit that had seen it would be measured on it."""
     examples = random_examples(count=7)
     other = [replace(x, with_context=(1, 7, 8, 9, *x.without[1:])) for x in examples]
-    rows = fit_module._split(build("llama"), examples + other, (), (), 8)
+    both = examples + other
+    rows = fit_module._split(build("llama"), both, (), both, ())
     held, fitted = ({x.without for x in part} for part in (rows.held_out, rows.fitted))
     assert len(held) == 1 and len(fitted) == 6 and not held & fitted
     assert len(rows.held_out) == 2
@@ -244,12 +272,14 @@ def test_a_question_of_several_contexts_is_held_out_in_all() -> None:
 
 @pytest.mark.parametrize(("count", "held_out"), [(2, 1), (4, 1), (20, 4), (200, 20), (900, 31)])
 def test_few_of_many_questions_are_held_out(count: int, held_out: int) -> None:
-    rows = fit_module._split(build("llama"), random_examples(count=count), (), (), 8)
+    examples = random_examples(count=count)
+    rows = fit_module._split(build("llama"), examples, (), examples, ())
     assert (len(rows.fitted), len(rows.held_out)) == (count - held_out, held_out)
 
 
 def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
-    rows = fit_module._split(build("llama"), random_examples(), (), [[3, 4, 5]] * 10, 8)
+    examples = random_examples()
+    rows = fit_module._split(build("llama"), examples, (), examples, [[3, 4, 5]] * 10)
     assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
 
 

@@ -1,10 +1,12 @@
 """The commands of static patches: fit, generate, apply, export."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from support.chats import chat_model
 from support.commands import run
 from support.full_disk import full_disk
 
@@ -138,6 +140,12 @@ def test_inspect_shows_a_static_patch(
     status, out, _ = run(capsys, "inspect", "--patch", patch_file)
     assert status == 0
     assert "4 held-out questions" in out
+    sizes = [size for name, size in shown["norms"].items() if name.endswith(".down_proj")]
+    cells = [[x.strip() for x in line.split("│")[1:-1]] for line in out.splitlines()]
+    [row] = [row for row in cells if row[:1] == ["mlp.down_proj"]]
+    values = [min(sizes), sum(sizes) / len(sizes), max(sizes)]
+    assert row[:5] == ["mlp.down_proj", "6", *(f"{value:.1e}" for value in values)]
+    assert len([row for row in cells if "_proj" in "".join(row[:1])]) == 3
     status, _, err = run(capsys, "replay", "--patch", patch_file)
     assert status == 1
     assert "icl-patch generate read static patches" in err
@@ -148,13 +156,48 @@ def test_a_refused_fit_writes_nothing(
 ) -> None:
     assert fit.PARTS == PARTS
     arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n"]
-    for options, message in (
-        (["--rank", "129"], "expected a rank from 1 to 128"),
-        (["--learning-rate", "9", "--steps", "1"], "expected a patch that"),
+    for options, message, kept in (
+        (["--rank", "129"], "expected a rank from 1 to 128", []),
+        (["--learning-rate", "9", "--steps", "1"], "expected a patch", ["patch.answers.json"]),
     ):
         status, _, err = run(capsys, *arguments, *options, "--out", tmp_path / "patch.safetensors")
         assert status == 2 and message in err
-        assert not list(tmp_path.iterdir())
+        assert [file.name for file in tmp_path.iterdir()] == kept
+
+
+def test_the_answers_of_a_fit_are_kept_and_each_step_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a chat, whose end is known: what did not end is said once, with the cure that is one."""
+    folder, file = chat_model(tmp_path / "model"), tmp_path / "examples.json"
+    example = {"system": "say german\n", "questions": ["4 7 7.", "1 2 3."]}
+    file.write_text(json.dumps([example]))
+    out, kept = tmp_path / "p.safetensors", tmp_path / "p.answers.json"
+    arguments = ["fit", folder, "--examples", file, "--out", out, "--max-new-tokens", 5]
+    arguments += ["--preserve", "texts.json", "--accept-worse", "--steps", 2]
+    monkeypatch.chdir(tmp_path)
+    Path("texts.json").write_text('["mode flip\\nbcdf>fdcb\\n"]')
+    status, _, err = run(capsys, *arguments, "--seconds", "1e-9")
+    assert status == 2 and f"{kept}: the model's answers, which the next fit takes" in err
+    assert re.search(r"the model answers 2 questions with at most 5 tokens, in \d+ s or less", err)
+    enough = re.search(r"expected a budget of seconds .*, got 1e-09: (\d+) hold all 2\.", err)[1]
+    model, tokenizer = load_model(folder)
+    for entry in json.loads(kept.read_text())["answers"]:
+        ids = torch.tensor([entry["prompt"]])
+        own = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert (entry["answer"], entry["text"]) == (own, tokenizer.decode(own))
+    monkeypatch.setattr("icl_patch.static.answers.greedy", None)  # they are not asked for again
+    status, shown, err = run(capsys, *arguments, "--seconds", enough)
+    assert status == 0, err
+    assert f"{kept}: 2 answers of the model, from an earlier fit" in err
+    for line in (f"loading {folder}", "fitting: 1 of 2", "step 2: KL "):
+        assert line in err
+    note = "2 answers did not end within 5 tokens: give more max_new_tokens\n"
+    assert shown.count(note) == 1 and "did not end" not in err
+    kept.write_text("{}")
+    out.unlink()
+    status, _, err = run(capsys, *arguments)
+    assert status == 2 and f"kept in {kept}, got something else: move it away" in err
 
 
 def test_a_patch_without_its_model_is_refused_by_the_models_name(
