@@ -81,9 +81,10 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
     except UnicodeDecodeError as error:
         bad = error.start
     if bad >= 0:
-        likely = "UTF-16" if 0 in content else "LATIN1"
+        cure = f"convert it, as by iconv -f {'UTF-16' if 0 in content else 'LATIN1'} -t UTF-8"
+        if content[bad] == 0 and content.count(0) < len(content) / 4:
+            cure = "take it out, no text has it"
         raise ValueError(
-            f"expected UTF-8 text in {path}, got byte 0x{content[bad]:02x} at {offset + bad}:"
-            f" convert it, as by iconv -f {likely} -t UTF-8"
+            f"expected UTF-8 text in {path}, got byte 0x{content[bad]:02x} at {offset + bad}: {cure}"
         )
     return text.removeprefix("\ufeff")

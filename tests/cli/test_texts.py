@@ -32,6 +32,7 @@ NOT_UTF8 = {  # bytes, what the error says
         "byte 0xef at 5: .* iconv -f LATIN1",
         "latin1",
     ),
+    "a byte of 0": (b"mode\0 upper", "byte 0x00 at 4: take it out", None),
     "cut": ("a日".encode()[:-1], "byte 0xe6 at 1", None),
 }
 
