@@ -28,7 +28,7 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
     calls that they come in, and the weights; not on the other rows, their number, the row's place,
     its padding or the room in its cache.
 
-    Padding is where ``attention_mask`` (B, S) is 0. Without ``position_ids`` the tokens of a row are
+    Padding is where ``attention_mask`` (B, S) is 0. Without ``position_ids`` a row's tokens are
     counted by it, as ``model.generate`` counts them.
 
     A prompt that is run in parts may have other bits than one that is run at once: attention then

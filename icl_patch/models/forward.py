@@ -24,6 +24,7 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _OURS = {
     *CACHE_NAMES,
     "input_ids",
+    "inputs",
     "inputs_embeds",
     "attention_mask",
     "position_ids",
@@ -85,6 +86,8 @@ def _instead(name: str) -> str:
             "a patch names its tokens, so give input_ids. Put a vector that belongs to no token"
             " into a new row of the embeddings (resize_token_embeddings) before attaching"
         )
+    if name == "inputs":
+        return "give the ids as context_ids or input_ids"
     return "leave it out, the patcher gives it itself" if name in _OURS else "check its name"
 
 

@@ -53,7 +53,7 @@ def check_language_model(model: object) -> None:
     """Raises UnsupportedModelError unless the model is one of transformers that ends in logits over
     its vocabulary.
     """
-    _check_unwrapped(model)
+    check_unwrapped(model)
     if not isinstance(model, PreTrainedModel) or not _has_head(model):
         kind = getattr(getattr(model, "config", None), "model_type", None)
         raise UnsupportedModelError(
@@ -76,7 +76,7 @@ def check_language_model(model: object) -> None:
         )
 
 
-def _check_unwrapped(model: object) -> None:
+def check_unwrapped(model: object) -> None:
     """Raises UnsupportedModelError for a wrapper around a model, or one that is compiled."""
     name, cure = type(model).__name__, ""
     steps = ". Decode steps are compiled by generate(compile=True)"
