@@ -112,17 +112,18 @@ def test_rows_on_both_sides_of_a_length_of_longrope(tmp_path: Path) -> None:
     model = tiny_models.build(
         "phi3",
         vocab_size=len(TOKENIZER),
+        num_hidden_layers=2,
         rope_parameters=longrope(16),
         original_max_position_embeddings=16,
     )
-    rows = [{"context": count * "xy z", "kept": "ab"} for count in (2, 3, 5)]
+    rows = [{"context": count * "xy z", "kept": "ab"} for count in (3, 5)]
     found = verify_dataset(
-        model, TOKENIZER, write_json_lines(tmp_path / "rows.jsonl", rows), batch_rows=3, **STABLE
+        model, TOKENIZER, write_json_lines(tmp_path / "rows.jsonl", rows), batch_rows=2, **STABLE
     )
     texts = [row["context"] + row["kept"] for row in rows]
-    assert [len(TOKENIZER(text).input_ids) for text in texts] == [11, 15, 23]
+    assert [len(TOKENIZER(text).input_ids) for text in texts] == [15, 23]
     own = [verify(model, TOKENIZER, context=text, **STABLE) for text in texts]
-    assert (found.total.rows, found.rejected) == (3, 0)
+    assert (found.total.rows, found.rejected) == (2, 0)
     assert found.total.linf_max == max(step.linf for report in own for step in report.steps)
 
 
