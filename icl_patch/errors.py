@@ -21,7 +21,7 @@ class ControllabilityError(ValueError):
 
 class NonFiniteError(ValueError):
     """The model, or a replay of a patch, gave logits with NaN or infinity: its dtype cannot hold
-    all outputs of the block that the message names.
+    all outputs of the block that the message names, or the weight named holds such numbers itself.
     """
 
 

@@ -46,10 +46,13 @@ def read_lines(path: Path) -> Iterator[str | ValueError]:
             offset += len(line)
 
 
-def check_text(text: str) -> None:
-    """Raises ValueError for a text that cannot be encoded as UTF-8: it has half of a surrogate
-    pair, which Python puts in place of a byte that is not UTF-8, and which JSON can escape.
+def check_text(text: object) -> None:
+    """Raises TypeError for anything but text, and ValueError for a text that cannot be encoded as
+    UTF-8: it has half of a surrogate pair, which Python puts in place of a byte that is not UTF-8,
+    and which JSON can escape.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"expected text, got {text!r:.40} ({type(text).__name__})")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -81,9 +84,9 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
     except UnicodeDecodeError as error:
         bad = error.start
     if bad >= 0:
-        likely = "UTF-16" if 0 in content else "LATIN1"
-        raise ValueError(
-            f"expected UTF-8 text in {path}, got byte 0x{content[bad]:02x} at {offset + bad}:"
-            f" convert it, as by iconv -f {likely} -t UTF-8"
-        )
+        cure = f"convert it, as by iconv -f {'UTF-16' if 0 in content else 'LATIN1'} -t UTF-8"
+        if content[bad] == 0 and content.count(0) < len(content) / 4:
+            cure = "take it out, no text has it"
+        got = f"byte 0x{content[bad]:02x} at {offset + bad}"
+        raise ValueError(f"expected UTF-8 text in {path}, got {got}: {cure}")
     return text.removeprefix("\ufeff")

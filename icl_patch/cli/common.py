@@ -420,9 +420,15 @@ def attach(options: argparse.Namespace, model: Any, tokenizer: Any) -> "ContextP
 
 
 def context_text(options: argparse.Namespace) -> str | None:
-    """The context that the options give, if they give one."""
+    """The context that the options give, if they give one.
+
+    Raises:
+        ValueError: the file is empty; or as :func:`icl_patch.texts.read_text`.
+    """
     if options.context_file is not None:
-        return read_text(options.context_file)
+        if not (content := read_text(options.context_file)):
+            raise ValueError(f"expected a context in {options.context_file}, got an empty file")
+        return content
     context: str | None = options.context
     return context
 

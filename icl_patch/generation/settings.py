@@ -56,7 +56,7 @@ def prepare(
                 f" one history, and to one token of it. Pass {name}={off}"
             )
     asked = [name for name in OUTPUTS if setting(model, arguments, name)]
-    given = [name for name in ("inputs_embeds",) if arguments.get(name) is not None]
+    given = [name for name in ("inputs", "inputs_embeds") if arguments.get(name) is not None]
     check_inputs(model, asked + given)
     _leave_out_their_loop(model, arguments)
     _add_stop_strings(model, arguments, tokenizer)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, reason_against, running_in
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.forward import cache_in, call
+from icl_patch.models.forward import cache_in, call, needs_media_positions, position_input
 from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.language_model import check_length, position_limit
@@ -27,6 +27,9 @@ def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterat
     """Within this context the bits of a row's logits depend on the row alone: on its tokens, the
     calls that they come in, and the weights; not on the other rows, their number, the row's place,
     its padding or the room in its cache.
+
+    Padding is where ``attention_mask`` (B, S) is 0. Without ``position_ids`` a row's tokens are
+    counted by it, as ``model.generate`` counts them.
 
     A prompt that is run in parts may have other bits than one that is run at once: attention then
     adds up in another order. The logits are as near to the fp32 model as those of the unmodified
@@ -74,8 +77,29 @@ def _run(
     if torch.is_autocast_enabled(input_device(model).type):
         raise ValueError("expected a call without torch.autocast, got one within it")
     given = dict(zip(inspect.signature(own).parameters, args, strict=False)) | kwargs
+    if counted := _counted(model, given):
+        given |= counted
+        args, kwargs = (), given
     with running_in(BATCH_INVARIANT, model, attention=attention), _rotated_by_row(model, given):
         return own(*args, **kwargs)
+
+
+def _counted(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The input for the positions of a call with padding and without positions: most models would
+    count the padding too.
+    """
+    tokens, mask, positions = _tokens_of(given)
+    if tokens is None or mask is None or positions is not None:
+        return {}
+    if mask.dim() != 2 or bool(mask.all()) or needs_media_positions(model, given):
+        return {}
+    return position_input(model, _positions(mask != 0)[:, -tokens.shape[1] :])
+
+
+def _tokens_of(given: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The ids or embeddings, the mask and the positions among a model's inputs."""
+    ids, mask, positions = map(given.get, ("input_ids", "attention_mask", "position_ids"))
+    return given.get("inputs_embeds") if ids is None else ids, mask, positions
 
 
 def _rotated_by_row(
@@ -87,8 +111,7 @@ def _rotated_by_row(
         ValueError: dynamic NTK rotates a call of this length by the calls before.
     """
     limit, switches = steady_length(model), switch_lengths(model)
-    tokens, mask, positions = map(given.get, ("input_ids", "attention_mask", "position_ids"))
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    tokens, mask, positions = _tokens_of(given)
     if tokens is None or not (switches or limit < NO_LIMIT):
         return nullcontext()
     width = tokens.shape[1]

@@ -58,7 +58,7 @@ def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = Non
         with tracing(layers) as traces:
             forward()
     for path, found in traces.items():
-        if reason := above_range(path, found.block.made.now, found.block.made.now.dtype):
+        if reason := above_range(model, path, found.block.made.now):
             raise UnsupportedModelError(reason)
     blocks = []
     # a block without a context layer, between others that have one, needs no patch: its input is

@@ -24,6 +24,7 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _OURS = {
     *CACHE_NAMES,
     "input_ids",
+    "inputs",
     "inputs_embeds",
     "attention_mask",
     "position_ids",
@@ -89,6 +90,8 @@ def _instead(name: str) -> str:
             "a patch names its tokens, so give input_ids. Put a vector that belongs to no token"
             " into a new row of the embeddings (resize_token_embeddings) before attaching"
         )
+    if name == "inputs":
+        return "give the ids as context_ids or input_ids"
     return "leave it out, the patcher gives it itself" if name in _OURS else "check its name"
 
 
@@ -226,6 +229,16 @@ def media_positions(
     return MediaPositions(head, shift)
 
 
+def position_input(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:
+    """The model's input for positions that count the tokens of a row from 0; none if its class
+    takes none.
+    """
+    if "position_ids" not in _inputs_of(type(model).forward):
+        return {}
+    first = first_position(model)
+    return {"position_ids": positions + first if first else positions}
+
+
 def call(
     model: PreTrainedModel,
     ids: Tensor,
@@ -270,7 +283,5 @@ def inputs(
         mask = F.pad(mask, (0, width - mask.shape[1]))
     given: dict[str, Any] = {"input_ids": ids, "use_cache": True, "attention_mask": mask.long()}
     given[cache_name(model)] = cache
-    if "position_ids" in names and positions is not None:
-        first = first_position(model)
-        given["position_ids"] = positions + first if first else positions
+    given |= {} if positions is None else position_input(model, positions)
     return given | ({"logits_to_keep": last_logits} if "logits_to_keep" in names else {})

@@ -53,7 +53,7 @@ def check_language_model(model: object) -> None:
     """Raises UnsupportedModelError unless the model is one of transformers that ends in logits over
     its vocabulary.
     """
-    _check_unwrapped(model)
+    check_unwrapped(model)
     if not isinstance(model, PreTrainedModel) or not _has_head(model):
         kind = getattr(getattr(model, "config", None), "model_type", None)
         raise UnsupportedModelError(
@@ -76,7 +76,7 @@ def check_language_model(model: object) -> None:
         )
 
 
-def _check_unwrapped(model: object) -> None:
+def check_unwrapped(model: object) -> None:
     """Raises UnsupportedModelError for a wrapper around a model, or one that is compiled."""
     name, cure = type(model).__name__, ""
     steps = ". Decode steps are compiled by generate(compile=True)"
@@ -202,14 +202,22 @@ def check_not_shared(layers: dict[str, nn.Module]) -> None:
                 )
 
 
-def above_range(path: str, output: Tensor, dtype: torch.dtype) -> str | None:
+def above_range(model: nn.Module, path: str, output: Tensor) -> str | None:
     """The refusal of a module that computes infinities or NaNs; None if all outputs are finite."""
     if output.isfinite().all():
         return None
+    for name, weight in model.named_parameters():
+        # others, such as quantised ones, do not have all of torch's functions
+        plain = type(weight.data) is Tensor and weight.is_floating_point() and not weight.is_meta
+        if plain and not weight.isfinite().all():
+            return (
+                f"{name} holds NaN or infinity, in {weight.dtype}: load a checkpoint with finite"
+                " weights, in the dtype that it was saved in"
+            )
     cure = "Load the model in a dtype of a wider range, torch.bfloat16 or torch.float32"
-    if dtype != torch.float16:
-        cure = "Check that its weights were loaded whole: none may be infinite or NaN"
-    limits = torch.finfo(dtype)
+    if output.dtype != torch.float16:
+        cure = "Check that its weights were loaded whole, and that no number is far too large"
+    limits = torch.finfo(output.dtype)
     return (
         f"{path} has outputs that {limits.dtype} cannot hold: above its largest number"
         f" {limits.max:.1e}. {cure}"
@@ -238,7 +246,7 @@ def require_finite(
         wrong &= valid
     if wrong.any():
         row, reasons = int(wrong.nonzero()[0, 0]), _blocks_above_range(model, again)
-        reasons += filter(None, [above_range("the head", logits, logits.dtype)])
+        reasons += filter(None, [above_range(model, "the head", logits)])
         raise NonFiniteError(
             f"expected finite logits, got NaN or infinity in row {row}: {reasons[0]}"
         )
@@ -252,7 +260,7 @@ def _blocks_above_range(model: PreTrainedModel, run: Callable[[], object]) -> li
 
     def look(path: str, _module: nn.Module, _args: Any, outputs: Any) -> None:
         output = first_tensor(outputs)
-        if output is not None and (reason := above_range(path, output, output.dtype)):
+        if output is not None and (reason := above_range(model, path, output)):
             found.append(reason)
 
     with ExitStack() as hooks:

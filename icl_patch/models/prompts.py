@@ -70,11 +70,19 @@ def make_prompt(
     Raises:
         ValueError: there is no context or more than one; an empty question; or the tokenizer has no
             chat template, or one that takes no system message or leaves the context out.
+        TypeError: the context is no text, or the question neither text nor messages.
     """
     if (context is None) is (system is None):
         given = "none" if context is None else "both"
         raise ValueError(f"expected either a context or a system message, got {given}")
     text = context if system is None else system
+    check_text(text)
+    assert text is not None
+    if not isinstance(question, Sequence):
+        raise TypeError(
+            f"expected a question as text, or as messages, got {question!r:.40}"
+            f" ({type(question).__name__})"
+        )
     if not text or not question:
         raise ValueError(
             "expected a context and a question of at least one token each, got"

@@ -157,9 +157,9 @@ class AttachedBlock:
             )
 
     @property
-    def patched(self) -> list[PatchedModule]:
-        """All patched modules of the block."""
-        return [module for *_, module in self._swapped]
+    def patched(self) -> dict[str, PatchedModule]:
+        """All patched modules of the block, by their paths in the model."""
+        return {self.block.path_of(name): module for name, _, module in self._swapped}
 
     @property
     def norms(self) -> dict[str, PatchedRMSNorm]:
@@ -183,7 +183,7 @@ class AttachedBlock:
     def off(self) -> None:
         """Be the base modules again."""
         self.on_norm_pair = self.on_sum = None
-        for module in self.patched:
+        for *_, module in self._swapped:
             module.off()
 
     # -- factors

@@ -37,6 +37,7 @@ from icl_patch.models.language_model import (
 from icl_patch.models.model_checks import (
     check_language_model,
     check_split,
+    check_unwrapped,
     explain_failure,
     require_finite,
 )
@@ -478,8 +479,22 @@ class AttachedModel:
     # -- models with forward hooks
 
     def watch_hooks(self) -> None:
-        """Find the hooks on the model again."""
+        """Find the hooks on the model again; raises ValueError if a patched module has been
+        replaced since attaching, UnsupportedModelError if the model has been compiled.
+        """
+        self._check_in_place()
         self.hooks = Hooks(self.model, self.attachment.forwards)
+
+    def _check_in_place(self) -> None:
+        check_unwrapped(self.model)
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for block in self.blocks:
+            for path, patched in block.patched.items():
+                if modules.get(path) is not patched:
+                    raise ValueError(
+                        f"expected {path} as it was attached to, got another module in its place:"
+                        " call detach(), which leaves the new one there, and attach again"
+                    )
 
     def _check_computed(
         self, hooked: HookIds, computation: Computation, live: Tensor | None

@@ -171,7 +171,7 @@ class SelfCheck:
     def run(self, attached: HasBlocks) -> None:
         """Raises UnsupportedModelError if the model does not behave as its block specs say."""
         blocks, ranks, positions = attached.blocks, attached.ranks, self._sequences.positions
-        if reason := above_range("the head", self._expected, self._expected.dtype):
+        if reason := above_range(self._model, "the head", self._expected):
             raise UnsupportedModelError(reason)
         with observe(blocks) as activations:
             logits, cache = self._forward(positions)

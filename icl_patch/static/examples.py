@@ -16,6 +16,7 @@ from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.ends import answer_ends
 from icl_patch.models.language_model import check_length, check_vocabulary, vocabulary
 from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front, padded
+from icl_patch.texts import check_text
 
 ROW_TOKENS = 8192  # of a batch without gradients: bounds its memory
 _T = TypeVar("_T")
@@ -83,8 +84,9 @@ def examples(
             :func:`icl_patch.models.ends.answer_ends`: in a chat the end of the template's turn.
 
     Raises:
-        ValueError: questions or answers are no lists of text; ``end`` is not one token; or as
+        ValueError: questions or answers are no lists; ``end`` is not one token; or as
             :func:`icl_patch.models.prompts.make_prompt`.
+        TypeError: one of the texts is none.
     """
     if isinstance(questions, str) or isinstance(answers, str):
         raise ValueError(
@@ -136,6 +138,7 @@ def _behind(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Tok
     """The ids of an answer as they follow those of the prompt, with a warning if a token spans
     both: the model does not write the answer so.
     """
+    check_text(answer)
     ids, whole = encode(tokenizer, prompt), encode(tokenizer, prompt + answer)
     if whole[: len(ids)] == ids:
         return whole[len(ids) :]

@@ -3,6 +3,7 @@
 import codecs
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import run
@@ -32,6 +33,7 @@ NOT_UTF8 = {  # bytes, what the error says
         "byte 0xef at 5: .* iconv -f LATIN1",
         "latin1",
     ),
+    "a byte of 0": (b"mode\0 upper", "byte 0x00 at 4: take it out", None),
     "cut": ("a日".encode()[:-1], "byte 0xe6 at 1", None),
 }
 
@@ -79,6 +81,14 @@ def test_a_byte_order_mark_is_in_no_prompt(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(run(capsys, *command)[1])["text"] == "FMRP"
 
 
+def test_a_context_file_without_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The answer would be one without a context."""
+    file = tmp_path / "context"
+    file.write_bytes(codecs.BOM_UTF8)
+    status, out, err = run(capsys, "generate", "--context-file", file, "--question", "fmrp>")
+    assert (status, out) == (2, "") and f"a context in {file}, got an empty file" in err
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -121,6 +131,20 @@ def test_an_argument_with_bytes_that_are_not_utf8(
     assert (status, out) == (2, "")
     message = "expected text that UTF-8 can encode, got byte 0xe9 as character 3, in 'caf"
     assert f"argument --{option}: {message}" in err.replace("/--kept", "")
+
+
+@pytest.mark.parametrize("value", [3, b"c", None, ["c"], {"c": 1}])
+def test_what_is_no_text_is_named(value: Any, tmp_path: Path) -> None:
+    model, tokenizer = embedded.load()
+    arguments: dict = {"questions": ["q"], "context": "c", "answers": ["a"]}
+    refused = pytest.raises((TypeError, ValueError), match=r"^expected .*(3|c|[Nn]one)")
+    for name, given in (("context", value), ("questions", [value]), ("answers", [value])):
+        if name == "answers" and value is None:
+            continue  # the model answers
+        with refused:
+            static.examples(model, tokenizer, **arguments | {name: given})
+    with refused:
+        static.documents(model, tokenizer, [value])
 
 
 def test_lone_surrogates_in_python() -> None:

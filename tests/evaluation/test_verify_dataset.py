@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.commands import run
 from support.data_sets import prompts, write_json_lines
-from support.random_models import build
+from support.random_models import build, longrope
 from transformers import PreTrainedModel
 
 from icl_patch import ContextPatch, embedded, verify
@@ -105,6 +105,26 @@ def test_a_model_that_takes_no_padding(tmp_path: Path) -> None:
     dataset = write_json_lines(tmp_path / "rows.jsonl", ROWS[:3])
     found = verify_dataset(model, TOKENIZER, dataset, **STABLE)
     assert found.passed and (found.total.rows, found.rejected) == (3, 0)
+
+
+def test_rows_on_both_sides_of_a_length_of_longrope(tmp_path: Path) -> None:
+    """Each by itself, and one crosses it: a batch would go by its longest row."""
+    model = tiny_models.build(
+        "phi3",
+        vocab_size=len(TOKENIZER),
+        num_hidden_layers=2,
+        rope_parameters=longrope(16),
+        original_max_position_embeddings=16,
+    )
+    rows = [{"context": count * "xy z", "kept": "ab"} for count in (3, 5)]
+    found = verify_dataset(
+        model, TOKENIZER, write_json_lines(tmp_path / "rows.jsonl", rows), batch_rows=2, **STABLE
+    )
+    texts = [row["context"] + row["kept"] for row in rows]
+    assert [len(TOKENIZER(text).input_ids) for text in texts] == [15, 23]
+    own = [verify(model, TOKENIZER, context=text, **STABLE) for text in texts]
+    assert (found.total.rows, found.rejected) == (2, 0)
+    assert found.total.linf_max == max(step.linf for report in own for step in report.steps)
 
 
 def test_rows_that_cannot_be_verified(tmp_path: Path) -> None:

@@ -248,5 +248,7 @@ def test_embeddings_of_no_token_as_new_rows() -> None:
         for arguments in ({}, {"input_ids": ids}):
             with pytest.raises(TypeError, match=message):
                 patcher.generate(inputs_embeds=embeds, **arguments)
+        with pytest.raises(TypeError, match=r"inputs, which is not served: give .* as context_ids"):
+            patcher.generate(inputs=ids)  # as transformers calls them
         [step] = patcher.generate(ids, max_new_tokens=1)
     assert metrics.linf(step.logits[0, :97], expected).max() <= noise_limit(model)

@@ -122,6 +122,30 @@ def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: tor
             check_padding(model, 1, ("left", "right", "both sides"))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_without_positions_a_rows_tokens_are_counted_by_its_mask(family: str) -> None:
+    """Of a prompt, as ids or embeddings, and of the token after it."""
+    model = build(family)
+    ids, mask = (x[:2] for x in prompts(model))
+    row, length = 1, LENGTHS[1]
+    further, token = torch.cat([mask, mask[:, -1:]], 1).long(), ids[:, :1]
+    for embeds in (None, model.get_input_embeddings()(ids)):
+        together, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+
+        def call(cache: DynamicCache, places: Any, **inputs: Tensor) -> Tensor:
+            given = {name: x[places] for name, x in inputs.items() if x is not None}
+            return model(**given, **{cache_name(model): cache}).logits
+
+        prompt = {"input_ids": ids if embeds is None else None, "inputs_embeds": embeds}
+        own = slice(row, row + 1), slice(WIDTH - length, None)
+        with batch_invariant(model):
+            logits = call(together, slice(None), **prompt, attention_mask=mask.long())
+            assert torch.equal(logits[row, mask[row]], call(alone, own, **prompt)[0])
+            logits = call(together, slice(None), input_ids=token, attention_mask=further)
+            assert torch.equal(logits[row], call(alone, own[:1], input_ids=token)[0])
+
+
 def test_generation_within_it_and_the_model_afterwards() -> None:
     model = build("llama")
     ids, mask = prompts(model)

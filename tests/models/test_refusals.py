@@ -22,6 +22,7 @@ from icl_patch import (
     ContextPatcher,
     ControllabilityError,
     PatchedLinear,
+    UnsupportedModelError,
     detach,
     metrics,
 )
@@ -61,10 +62,12 @@ def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
     model = build("llama")
     refuses(torch.compile(model), r"expected .* model\._orig_mod; got Optimized")
     refuses(Adapted(model), r"merge_and_unload\(\); got Adapted$")
-    model.compile()
-    refuses(
-        model, r"a model that is not compiled, .* got LlamaForCausalLM after model\.compile\(\)"
-    )
+    message = r"a model that is not compiled, .* got LlamaForCausalLM after model\.compile\(\)"
+    with ContextPatcher(model) as patcher:
+        model.compile()
+        with pytest.raises(UnsupportedModelError, match=message):
+            patcher.compute(IDS, KEPT)
+    refuses(model, message)
 
 
 def test_weights_that_a_state_dict_spoils_are_refused() -> None:

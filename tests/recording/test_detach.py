@@ -4,6 +4,7 @@ somebody else, none at all.
 
 import copy
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -109,6 +110,25 @@ def test_detach_a_patch_that_is_applied() -> None:
         icl_patch.detach(model)
         assert torch.equal(plain_logits(model), before.logits)
     before.check(model)
+
+
+@pytest.mark.parametrize("place", ["mlp.gate_proj", ""])
+def test_a_module_that_is_replaced_while_it_is_patched(place: str) -> None:
+    """The cure that the error names is one."""
+    model: Any = build("llama")
+    patcher = ContextPatcher(model)
+    path = f"model.layers.1.{place}".rstrip(".")
+    model.set_submodule(path, build("llama", 3).get_submodule(path))
+    for call in (lambda: patcher.compute(IDS, KEPT), lambda: next(patcher.generate(IDS))):
+        with pytest.raises(ValueError, match=rf"expected {path}\S* as it was .* call detach\(\)"):
+            call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one that its block does not hold any more
+        patcher.detach()
+    expected = plain_logits(model)
+    with ContextPatcher(model) as patcher:
+        works(patcher)
+        assert torch.equal(plain_logits(model), expected)
 
 
 def test_detach_layers_that_somebody_swapped() -> None:
