@@ -5,6 +5,7 @@ one can read.
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,15 @@ def test_a_block_is_one_screen(family: str, limit: int) -> None:
     assert len(blocks[1]) <= limit, blocks[1]
     for weight in ("self_attn_q_proj", "mlp_up_proj", "mlp_down_proj"):
         assert any(f"layers_1_{weight}_weight" in line for line in blocks[1])
+
+
+def test_the_block_in_the_documentation() -> None:
+    with ContextPatcher(build("llama"), "exact") as patcher:
+        steps_of(patcher, context_ids=IDS[:1])
+        assert patcher.step_source is not None
+        lines = [line.strip() for line in of_source(patcher.step_source, 1)]
+    page = (Path(__file__).parents[2] / "docs/how_it_works.md").read_text()
+    assert "\n".join(["```text", *lines, "```"]) in page
 
 
 # -- what a program must not keep silently
