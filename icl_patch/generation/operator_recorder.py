@@ -105,9 +105,20 @@ def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
 
 def _reads_numbers(function: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether the host gets to know numbers, or a shape that depends on them."""
-    if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+    if function.overloadpacket is torch.ops.aten.index_put_:
+        return False  # whichever numbers it finds in a mask, its result has the input's shape
+    if function.overloadpacket is torch.ops.aten.index:
         return any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1]))
     return any(tag in function.tags for tag in _READ)
+
+
+def _is_random(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it draws random numbers; attention does for a dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    names = [argument.name for argument in function._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -154,7 +165,7 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **kwargs)
         if not isinstance(function, OpOverload) or _reads_numbers(function, args):
             raise RuntimeError(f"it reads a tensor's numbers on the host ({function})")
-        if torch.Tag.nondeterministic_seeded in function.tags:
+        if _is_random(function, args, kwargs):
             raise RuntimeError(f"it draws random numbers ({function})")
         several = isinstance(result, (tuple, list))
         given = {memory_of(x) for x in tensors_in((args, kwargs))}

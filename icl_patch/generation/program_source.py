@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Source:
         self._variables: dict[View, str] = {}
         self._globals: dict[str, Any] = {}
         self._names: dict[Any, str] = {}  # of tensors and operators
+        self._taken: set[str] = set()
 
     def function(self, calls: Iterable[Call], returned: Iterable[int]) -> str:
         """The source of a function that makes the calls and returns these values."""
@@ -75,7 +77,7 @@ class Source:
     def _made(self, call: Call, number: int | None) -> str:
         if number is None:
             return "_"
-        name = f"{call.target._schema.name.rpartition('::')[2].strip('_')}_{number}"
+        name = self._new_name(f"{_name_of(call.target)}_{number}")
         self._variables[self._whole[number]] = name
         return name
 
@@ -90,9 +92,7 @@ class Source:
             right = f"{base}.view({view.size})"
         else:
             right = f"{base}.as_strided({view.size}, {view.stride}, {view.offset})"
-        others = set(self._variables.values())
-        name = next(x for x in _numbered(name) if x not in others)
-        self._variables[view] = name
+        name = self._variables[view] = self._new_name(name)
         self._lines.append(f"{name} = {right}")
         return name
 
@@ -112,20 +112,30 @@ class Source:
         return self._global((type(x), x), str(x).rpartition(".")[2], x)
 
     def _operator(self, target: OpOverload) -> str:
-        return self._global(target, target._schema.name.rpartition("::")[2].strip("_"), target)
+        return self._global(target, _name_of(target), target)
 
     def _global(self, key: Any, name: str, value: Any) -> str:
         """The name of something that is the same in every step."""
         if key not in self._names:
-            name = "".join(x if x.isalnum() else "_" for x in name)
-            self._names[key] = next(x for x in _numbered(name) if x not in self._globals)
-            self._globals[self._names[key]] = value
+            name = self._new_name("".join(x if x.isalnum() else "_" for x in name))
+            self._names[key], self._globals[name] = name, value
         return self._names[key]
+
+    def _new_name(self, name: str) -> str:
+        """A name like this one that stands for nothing yet."""
+        new = next(x for x in _numbered(name) if x not in self._taken)
+        self._taken.add(new)
+        return new
+
+
+def _name_of(operator: OpOverload) -> str:
+    return str(operator._schema.name).rpartition("::")[2].strip("_")
 
 
 def _numbered(name: str) -> Iterator[str]:
     """A name, and others like it."""
-    name = name if name.isidentifier() else f"x_{name}"
+    if not name.isidentifier() or iskeyword(name) or name in ("step", "float", "bool"):
+        name = f"x_{name}"
     yield name
     number = 2
     while True:

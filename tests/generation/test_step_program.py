@@ -268,6 +268,26 @@ def test_what_is_left_out() -> None:
         assert torch.equal(program.leaf(program(), 0), step())
 
 
+def test_what_only_looks_like_numbers_of_the_host() -> None:
+    """A mask that is written through, attention without dropout; several operators of one name."""
+    x = torch.randn(1, 2, 3, 4)
+
+    def step() -> Tensor:
+        total = x + 1
+        differ = total != x
+        many = total != 2
+        total[x > 0.5] = 7.0
+        total = total + differ + many + (x != 3)
+        return nn.functional.scaled_dot_product_attention(total, x, x)
+
+    program = program_of(step, x=x)
+    for seed in (3, 4):
+        x.copy_(torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(seed)))
+        assert torch.equal(program.leaf(program(), 0), step())
+    with pytest.raises(RuntimeError, match="draws random numbers"):
+        program_of(lambda: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
+
+
 def test_what_is_kept() -> None:
     """Writes in place, in order; copies of what is written into later; bits of strided memory."""
     x, memory = torch.randn(4, 3), torch.zeros(4, 3)
