@@ -21,7 +21,7 @@ build/interpreter: FORCE
 $(RUN): build/interpreter requirements.txt pyproject.toml setup.py $(SOURCES)
 	@sh tools/setup.sh "$(PYTHON)"
 
-demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof; MODEL=FOLDER: on that model, with chats
+demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof; MODEL=FOLDER: on that model, with chats or, without a template, a passage
 	$(RUN) -m icl_patch demo $(if $(MODEL),"$(MODEL)")
 
 # Apart from the rest: transformers imports torchao wherever it finds it, which prints to every command.

@@ -86,11 +86,18 @@ class Page:
     template: str = ""
 
     def run(
-        self, options: argparse.Namespace, measure: Callable[[str], Numbers], **about: Any
+        self,
+        options: argparse.Namespace,
+        measure: Callable[[str], Numbers],
+        only: Sequence[str] = (),
+        **about: Any,
     ) -> None:
-        """Measure, unless asked to redraw, and write all files; ``about`` goes into the numbers."""
+        """Measure, unless asked to redraw, and write all files; ``about`` goes into the numbers.
+
+        only: the numbers to measure, all by default; the others are in the folder.
+        """
         options.out.mkdir(parents=True, exist_ok=True)
-        for name in () if options.redraw else self.numbers:
+        for name in () if options.redraw else only or self.numbers:
             print(name, file=sys.stderr, flush=True)
             found = about | {"environment": environment(torch.device("cpu"))} | measure(name)
             (options.out / f"{name}.json").write_text(to_json(rounded(found)) + "\n", "utf-8")

@@ -98,18 +98,10 @@ def _ids(ids: Any) -> torch.Tensor:
     return torch.tensor([list(ids)], dtype=torch.int64)
 
 
-class Runs:
-    """All results of a model in a folder, measured where they are missing."""
+class Results:
+    """The files of a model's results, in a folder that depends on everything they depend on."""
 
-    def __init__(self, folder: Path, sizes: Sizes) -> None:
-        self.folder, self.sizes = folder, sizes
-        self.model, self.tokenizer = load_model(folder, None, torch.float32)
-        self.config = self.model.config.get_text_config()
-        self.prompts = [
-            x
-            for x in prompts(self.tokenizer, sizes.prompts)
-            if self.fits(len(x.context) + len(x.question) + x.answer)
-        ]
+    def __init__(self, folder: Path, sizes: Any) -> None:
         # the numbers depend on the model, the texts, the sizes and the code
         digest = hashlib.sha256(f"{sizes}{code_fingerprint()}".encode())
         here = Path(__file__).parent
@@ -117,10 +109,6 @@ class Runs:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         self.store = Path("build/papers") / f"{folder.resolve().name}-{digest.hexdigest()[:12]}"
-
-    def fits(self, tokens: int) -> bool:
-        """Whether the model has positions for so many tokens."""
-        return bool(tokens <= getattr(self.config, "max_position_embeddings", tokens))
 
     def stage(
         self,
@@ -139,6 +127,25 @@ class Runs:
                     np.savez_compressed(buffer, **result(loaded, cases[name]))
                     write_atomically(paths[name], [buffer.getvalue()])
         return {name: dict(np.load(path)) for name, path in paths.items()}
+
+
+class Runs(Results):
+    """All results of a model in a folder, measured where they are missing."""
+
+    def __init__(self, folder: Path, sizes: Sizes) -> None:
+        super().__init__(folder, sizes)
+        self.folder, self.sizes = folder, sizes
+        self.model, self.tokenizer = load_model(folder, None, torch.float32)
+        self.config = self.model.config.get_text_config()
+        self.prompts = [
+            x
+            for x in prompts(self.tokenizer, sizes.prompts)
+            if self.fits(len(x.context) + len(x.question) + x.answer)
+        ]
+
+    def fits(self, tokens: int) -> bool:
+        """Whether the model has positions for so many tokens."""
+        return bool(tokens <= getattr(self.config, "max_position_embeddings", tokens))
 
     def numbers(self) -> dict[str, Any]:
         """The page's numbers."""

@@ -23,8 +23,9 @@ _ANSWERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     meaning = (
-        "local folder or hub id of a model to answer six prompts with, chats with a system message"
-        " among them (default: the embedded model on held-out prompts)"
+        "local folder or hub id of a model to answer few-shot prompts with, and chats with a system"
+        " message or, without a chat template, a passage (default: the embedded model on held-out"
+        " prompts)"
     )
     common.add_model(parser, meaning, of_patch=True)
     parser.add_argument(
@@ -50,8 +51,9 @@ def run(options: argparse.Namespace) -> int:
     prompts = demo.prompts_for(tokenizer) if name else demo.held_out(options.prompts)
     with common.stage("answering with the context, without it, and patched"):
         answers = demo.answer_each(model, tokenizer, prompts)
-    # of a model of the user's the first chat, if there are any, and the first few-shot prompt
-    chosen = prompts[::3][::-1] if name else prompts
+    # of a model of the user's the first chat or the passage, and the first few-shot prompt
+    chosen = list({prompt.kind: prompt for prompt in reversed(prompts)}.values())
+    chosen = chosen if name else prompts
     with common.progress_bar("verifying each update and dtype") as progress:
         verified = demo.verify_grid(model, tokenizer, chosen, new, progress)
     result: dict[str, Any] = {
@@ -63,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
         ),
     }
     shown: list[Any] = [_examples(answers), *([] if name else [_accuracy(answers)])]
+    dtype = str(model.dtype).removeprefix("torch.")
+    shown.append(f"patched: update exact in {dtype}, which promises every bit of the logits")
     if options.verbose:
         tables = report.verify_tables(verified)
         shown += [*tables, report.legend(tables)]

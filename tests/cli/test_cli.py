@@ -193,6 +193,7 @@ def test_demo_answers_and_verifies(capsys: pytest.CaptureFixture) -> None:
     lines = out.splitlines()
     assert "without, but patched" in out
     assert "exact, bfloat16: identical: yes, 2 of 2 tokens" in lines
+    assert "patched: update exact in float32, which promises every bit of the logits" in lines
     assert any(line.startswith("stable, float32: same token: yes, 2 of 2") for line in lines)
     assert status == 0 and "TVD" not in out  # --verbose shows the tables
 
