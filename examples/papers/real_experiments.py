@@ -39,7 +39,8 @@ def dependence(numbers: Numbers) -> Figure:
     for (top, bottom, *last), dtype in zip(axes.T, numbers["by_block"], strict=True):
         lengths = numbers["by_length"].get(dtype, {})
         for run in RUNS:
-            if run == "direct" and numbers["direct_is_stable"]:
+            same = run == "direct" and numbers["direct_is_stable"]
+            if same or run not in numbers["by_block"][dtype]:
                 continue
             # the noise has no place below: for most lengths it is 0, as the calls are the same
             of_length = [] if run in NOISE else lengths.get(run, [])
