@@ -52,7 +52,7 @@ class Sizes:
 
 
 FULL = Sizes({"float32": 2, "bfloat16": 4})
-QUICK = Sizes({"bfloat16": 1}, tokens=2)
+QUICK = Sizes({"bfloat16": 1}, tokens=1)
 
 
 def generation(model: Any, tokenizer: Any, text: str, count: int) -> Arrays:
