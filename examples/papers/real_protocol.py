@@ -25,11 +25,13 @@ from goldwaser import COLOURS
 from goldwaser_experiments import LAZY, LAZY_FACTORS, LAZY_SCALE, MERGED, VARIANTS
 from matplotlib.figure import Figure
 from pages import DTYPES, Numbers, Page, error_curves, legend, panels, parse
+from real_fidelity import scales
 from real_prompts import INSTRUCTIONS
 from real_runs import Results
 from real_statistics import Arrays, Named, interval, quantiles
 from torch import Tensor
 
+from icl_patch import ContextPatcher
 from icl_patch.evaluation.baseline import BaselineRun, in_one_pass
 from icl_patch.evaluation.loading import load_model
 from icl_patch.models.block_detection import blocks_of
@@ -73,7 +75,23 @@ def generation(model: Any, tokenizer: Any, text: str, count: int) -> Arrays:
             if CLOSED in held:
                 errors[CLOSED] = closed_loop(model, update, run, kept)
             found |= {f"{kept}/{update}/{how}": errors[how] for how in held}
-    return {"tokens": np.array(tokens)} | {key: x[counted].numpy() for key, x in found.items()}
+    arrays = {key: x[counted].numpy() for key, x in found.items()}
+    return {"tokens": np.array(tokens)} | arrays | new_scales(model, run)
+
+
+def new_scales(model: Any, run: BaselineRun) -> Arrays:
+    """How unequal the scales are that the updates give the blocks, see :func:`scales`, if the
+    prompt is absorbed and the generated tokens are kept: ``scales/UPDATE/NAME`` (L, N). Nothing of
+    a model without such blocks.
+    """
+    kept, found = torch.cat([run.ids[:, -1:], run.tokens[:, :-1]], 1), {}
+    for update in ("stable", "direct"):
+        with ContextPatcher(model, update) as patcher:
+            patch = patcher.compute(run.ids[:, :-1], kept)
+        found |= {
+            key.replace("scale", f"scales/{update}", 1): x for key, x in scales(patch).items()
+        }
+    return found
 
 
 def ways(model: Any) -> dict[str, tuple[str, ...]]:
@@ -133,10 +151,16 @@ def summary(results: Named) -> Numbers:
     by token.
     """
     first = next(iter(results.values()))
-    ways = [key for key in first if key != "tokens"]
+    ways = [key for key in first if key != "tokens" and not key.startswith("scales")]
+    sizes = {
+        "/".join(key.split("/")[1:]): np.median(first[key], 1).tolist()
+        for key in first
+        if key.startswith("scales") and not key.endswith("channel")
+    }
     return {
         "generations": len(results),
         "text": first["tokens"].tolist(),
+        "scales": sizes,
         "curves": [curve_of(key, [x[key] for x in results.values()]) for key in ways],
     }
 

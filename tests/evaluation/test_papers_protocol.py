@@ -13,6 +13,7 @@ from support.random_models import build, tokens
 
 from icl_patch import embedded, metrics
 from icl_patch.evaluation.baseline import baseline
+from icl_patch.evaluation.report import format_value, percent
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.recording.algorithm_1 import algorithm_1
 
@@ -86,3 +87,26 @@ def test_rounding_all_updates_at_once_loses_tokens_in_bf16() -> None:
     curves = numbers["dtypes"]["bfloat16"]["curves"]
     shares = {(x["kept"], x["update"], x["held"]): x["share"] for x in curves}
     assert shares["0", "stable", MERGED] < 0.9 < shares["1", "stable", MERGED]
+
+
+def test_by_algorithm_1_both_updates_err_less_than_the_model_itself() -> None:
+    numbers = protocol.page(RESULTS).read(RESULTS)["protocol-gemma-3-270m"]["dtypes"]["bfloat16"]
+    curves = {(x["kept"], x["update"], x["held"]): x for x in numbers["curves"]}
+    noise = curves["", "", protocol.NOISE]["linf"][3]
+    for update in ("direct", "stable"):
+        for kept in ("0", "1"):
+            assert curves[kept, update, protocol.CLOSED]["linf"][3] < noise
+    assert curves["0", "direct", MERGED]["share"] < 0.1 < curves["0", "stable", MERGED]["share"]
+
+
+def test_the_statements_have_the_numbers_of_the_page() -> None:
+    numbers = protocol.page(RESULTS).read(RESULTS)["protocol-gemma-3-270m"]["dtypes"]["bfloat16"]
+    curves = {(x["kept"], x["update"], x["held"]): x for x in numbers["curves"]}
+    lazy, closed, merged = (curves["0", "direct", held] for held in (LAZY, protocol.CLOSED, MERGED))
+    rows = (RESULTS / "statements.md").read_text("utf-8")
+    shares = [percent(x["share"]) for x in (lazy, closed, merged)]
+    assert "direct: lazy {}, by Algorithm 1 {}, added at once {} ".format(*shares) in rows
+    stable, noise = curves["0", "stable", protocol.CLOSED], curves["", "", protocol.NOISE]
+    errors = [format_value(x["linf"][3]) for x in (closed, stable, noise)]
+    text = "L∞ is at most {} with direct and {} with stable, the model's own noise being {} "
+    assert text.format(*errors) in rows
