@@ -21,7 +21,7 @@ build/interpreter: FORCE
 $(RUN): build/interpreter requirements.txt pyproject.toml setup.py $(SOURCES)
 	@sh tools/setup.sh "$(PYTHON)"
 
-demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof; MODEL=FOLDER: on that model, with chats
+demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof; MODEL=FOLDER: on that model, with chats or, without a template, a passage
 	$(RUN) -m icl_patch demo $(if $(MODEL),"$(MODEL)")
 
 # Apart from the rest: transformers imports torchao wherever it finds it, which prints to every command.
@@ -68,7 +68,8 @@ real-model: $(RUN) build/gguf ## fetch SmolLM2-135M-Instruct, once, and print it
 real: $(RUN) $(if $(MODEL),,build/gguf) ## exact patches on a real model, 5,000 tokens and more in each dtype, then the papers' experiments on it; resumes a stopped run; MODEL=FOLDER: another model; REAL=--short
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
 	OMP_NUM_THREADS=1 $(RUN) tools/real_steps.py "$$model" --out $(if $(MODEL)$(REAL),build/real/exact.json,docs/data/real-exact.json) $(REAL) && \
-	$(RUN) examples/papers/real_experiments.py "$$model" $(if $(MODEL)$(REAL),$(if $(REAL),--quick),--out docs/papers)
+	$(RUN) examples/papers/real_experiments.py "$$model" $(if $(MODEL)$(REAL),$(if $(REAL),--quick),--out docs/papers) && \
+	$(RUN) examples/papers/real_protocol.py "$$model" $(if $(MODEL)$(REAL),$(if $(REAL),--quick),--out docs/papers)
 
 discussion: $(RUN) $(if $(MODEL),,build/gguf) ## what the papers' discussions leave open, on a real model, in minutes; MODEL=FOLDER: another model, whose blocks end in a matrix
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \

@@ -36,6 +36,8 @@ ENDS = {
     "experts": "`Σ s_j W_j h_j`",
 }
 """The last operation of a block by its writer, as the table of families names it."""
+ERRORS = ("error", "error of fp32")
+"""Of the inversion, as its measurement names them."""
 TIMED_MODEL = "SmolLM2-135M-Instruct"
 EPYC = "amd-epyc-avx512_bf16"
 H100 = "nvidia-h100-80gb-hbm3"
@@ -235,8 +237,30 @@ def split_steps() -> str:
     return _table(["model", "split", "the model's own step", "`stable`"], rows)
 
 
+def inversion() -> str:
+    """The inversion on the rows of a real model, blocks whose scales hold a zero one by one."""
+    blocks = _read("docs/data/real-inversion.json")["blocks"]
+    others = [block for block in blocks if not block["zeros"]]
+    parts = [(str(place), [x]) for place, x in enumerate(blocks) if x["zeros"]]
+    rows = []
+    for name, group in [*parts, (f"the other {len(others)}", others)]:
+        for scale in ("own scale", "raised scale"):
+            found = [x[scale] for x in group]
+            smallest = min(x["smallest"] for x in group)
+            counts = [
+                sum(x["status"].get(status, 0) for x in found)
+                for status in ("EASY", "HARD", "UNREACHABLE")
+            ]
+            errors = [format_value(max(x[key] for x in found)) for key in ERRORS]
+            about = [f"{smallest:.2g}", str(sum(x["zeros"] for x in group))]
+            rows.append([name, *about, scale.split()[0], *map(str, counts), *errors])
+    columns = ["block", "smallest scale", "zeros", "inverted for", "`EASY`", "`HARD`"]
+    return _table([*columns, "`UNREACHABLE`", "error, fp64", "error, fp32"], rows)
+
+
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "README.md": {"fidelity": fidelity},
+    "docs/kernels.md": {"inversion": inversion},
     "docs/models.md": {"families": families},
     "docs/scale.md": {
         "extraction": extraction,

@@ -34,6 +34,7 @@ NAVIGATION = {
     "The papers": [
         "Statement by statement <docs/papers/statements>",
         "On a pretrained model <docs/papers/real-model>",
+        "Goldwaser et al.: Figures 3 and 4 <docs/papers/figures-3-and-4>",
         "Goldwaser et al.: images, bf16 <docs/papers/context-parameter-equivalence>",
         "Dherin et al.: linear regression <docs/papers/linear-regression>",
         "Table 1 <docs/papers/table-1>",

@@ -69,7 +69,7 @@ def measure(
     variants: Mapping[str, "Variant"],
     keep_first: int = 0,
 ) -> dict[str, Tensor]:
-    """Match and L∞ (B, N, 2) of the tokens of ``run``, by how their patches are held.
+    """Match, L∞ and TVD (B, N, 3) of the tokens of ``run``, by how their patches are held.
 
     keep_first: how many of the context's first tokens stay.
     """
@@ -94,8 +94,8 @@ def measure(
 
 
 def errors_of(logits: Tensor, reference: Tensor) -> Tensor:
-    """Match and L∞: (..., V) -> (..., 2) fp64."""
-    measures = (metrics.same_argmax, metrics.linf)
+    """Match, L∞ and TVD: (..., V) -> (..., 3) fp64."""
+    measures = (metrics.same_argmax, metrics.linf, metrics.total_variation)
     return torch.stack([measure(logits, reference).double() for measure in measures], -1)
 
 
@@ -143,10 +143,11 @@ def _lazy(*endings: str) -> Variant:
 
 
 LAZY, MERGED = "lazy, as recorded", "merged, W + ΔW rounded"
+LAZY_SCALE, LAZY_FACTORS = "lazy, only m′ rounded", "lazy, only u and v rounded"
 VARIANTS: dict[str, Variant] = {
     LAZY: _lazy(),
-    "lazy, only m′ rounded": _lazy("new_scale"),
-    "lazy, only u and v rounded": _lazy(".u", ".v"),
+    LAZY_SCALE: _lazy("new_scale"),
+    LAZY_FACTORS: _lazy(".u", ".v"),
     "lazy, all factors rounded": _lazy(""),
     MERGED: lambda _, plain, patch: merged_logits(plain, patch),
     "merged, ΔW rounded before it is added": lambda _, plain, patch: merged_logits(
@@ -183,7 +184,7 @@ def figure_5(sizes: Sizes) -> dict[str, Any]:
         for update in UPDATES:
             held = (LAZY,) if update == "exact" else (LAZY, MERGED)
             for how, errors in measure(model, update, run, {x: VARIANTS[x] for x in held}).items():
-                match, linf = errors[counted].unbind(1)
+                match, linf, _ = errors[counted].unbind(1)
                 about = {"dtype": dtype, "update": update, "held": how}
                 about["tokens"] = [tokenizer.decode([x]) for x in run.tokens[counted].tolist()]
                 about["noise_floor"] = {"linf_max": float(noise.max())}
@@ -220,8 +221,8 @@ def how_held(sizes: Sizes) -> dict[str, Any]:
 
 
 def summary(errors: Tensor) -> dict[str, Any]:
-    """Of match and L∞, (N, 2): the share of matches, and L∞'s median and share of zeros."""
-    match, linf = errors.unbind(1)
+    """Of match, L∞ and TVD, (N, 3): the share of matches, and L∞'s median and share of zeros."""
+    match, linf, _ = errors.unbind(1)
     zero = float((linf == 0).double().mean())
     found = {"median": float(linf.median()), "zero": zero}
     return {"tokens": len(errors), "token_match": float(match.mean()), "linf": found}

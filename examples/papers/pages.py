@@ -36,20 +36,34 @@ def parse(
     description: str, arguments: Sequence[str] | None, of_model: bool = False
 ) -> argparse.Namespace:
     """The options of all scripts that write pages, some of them of a model in a folder."""
+    return read_options(parser_of(description, of_model), arguments)
+
+
+def parser_of(description: str, of_model: bool = False) -> argparse.ArgumentParser:
+    """The parser of :func:`parse`, for further options."""
     parser = argparse.ArgumentParser(description=description)
     if of_model:
         parser.add_argument("folder", type=Path, nargs="?", help="a model and its tokenizer")
     default = "build/papers/NAME" if of_model else "docs/papers"
     text = f"for page, pictures and numbers (default: {default})"
     parser.add_argument("--out", type=Path, help=text)
+    parser.set_defaults(default_out=default)
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     text = "measure nothing: write the page from the numbers in --out"
     parser.add_argument("--redraw", action="store_true", help=text)
+    return parser
+
+
+def read_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """The options, checked; one thread, and no progress bars of transformers."""
     options = parser.parse_args(arguments)
-    if of_model and options.redraw == (options.folder is not None):
+    folder = getattr(options, "folder", None)
+    if hasattr(options, "folder") and options.redraw == (folder is not None):
         parser.error("expected a folder, or --redraw with --out")
-    name = options.folder.resolve().name if of_model and options.folder else "NAME"
-    options.out = options.out or Path(default.replace("NAME", name))
+    name = folder.resolve().name if folder else "NAME"
+    options.out = options.out or Path(options.default_out.replace("NAME", name))
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     return options
@@ -63,18 +77,27 @@ class Page:
         name: of the page and of its template.
         numbers: the names of its files of numbers.
         pictures: how each is drawn, by its name, which begins with the name of its numbers.
+        template: its name, if it is not that of the page.
     """
 
     name: str
     numbers: Sequence[str]
     pictures: Mapping[str, Callable[[Numbers], Figure]]
+    template: str = ""
 
     def run(
-        self, options: argparse.Namespace, measure: Callable[[str], Numbers], **about: Any
+        self,
+        options: argparse.Namespace,
+        measure: Callable[[str], Numbers],
+        only: Sequence[str] = (),
+        **about: Any,
     ) -> None:
-        """Measure, unless asked to redraw, and write all files; ``about`` goes into the numbers."""
+        """Measure, unless asked to redraw, and write all files; ``about`` goes into the numbers.
+
+        only: the numbers to measure, all by default; the others are in the folder.
+        """
         options.out.mkdir(parents=True, exist_ok=True)
-        for name in () if options.redraw else self.numbers:
+        for name in () if options.redraw else only or self.numbers:
             print(name, file=sys.stderr, flush=True)
             found = about | {"environment": environment(torch.device("cpu"))} | measure(name)
             (options.out / f"{name}.json").write_text(to_json(rounded(found)) + "\n", "utf-8")
@@ -95,7 +118,8 @@ class Page:
         they stand for themselves.
         """
         own = next(iter(numbers.values())) if len(numbers) == 1 else {}
-        return wrapped(_templates().get_template(f"{self.name}.md").render(own, files=numbers))
+        template = _templates().get_template(f"{self.template or self.name}.md")
+        return wrapped(template.render(own, files=numbers, page=self.name))
 
 
 def _templates() -> Environment:

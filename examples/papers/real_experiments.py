@@ -4,27 +4,28 @@
     python examples/papers/real_experiments.py FOLDER --out docs/papers    # this repository's page
     python examples/papers/real_experiments.py --redraw --out docs/papers  # from its numbers
     python examples/papers/real_experiments.py FOLDER --quick              # few prompts
+    python examples/papers/real_experiments.py FOLDER --short --name gemma-3-270m --out docs/papers
 
-The folder holds a causal language model and its tokenizer, as ``save_pretrained`` writes them. Each
-result is kept in build/papers as soon as it is measured: a stopped run goes on. One thread on the
-CPU.
+``--short`` takes fewer prompts, and no fp16. The folder holds a causal language model and its
+tokenizer, as ``save_pretrained`` writes them. Each result is kept in build/papers as soon as it is
+measured: a stopped run goes on. One thread on the CPU.
 """
 
 import sys
 from collections.abc import Sequence
 
 import numpy as np
-from goldwaser_experiments import LAZY
 from matplotlib.figure import Figure
-from pages import DTYPES, Numbers, Page, band, error_curves, legend, panels, parse
-from real_fidelity import KEPT, NOISE, RUNS
-from real_runs import FULL, QUICK, Runs
+from pages import DTYPES, Numbers, Page, band, legend, panels, parser_of, read_options
+from real_fidelity import KEPT, KEPT_DIRECT, NOISE, RUNS
+from real_runs import FULL, QUICK, SHORT, Runs
 
 COLOURS = {
     "exact": "#1b9e77",
     "stable": "#1f78b4",
     "direct": "#d95f02",
     KEPT: "#7570b3",
+    KEPT_DIRECT: "#e7298a",
     "no cache": "0.55",
     "token by token": "0.35",
 }
@@ -32,11 +33,14 @@ COLOURS = {
 
 def dependence(numbers: Numbers) -> Figure:
     """Errors by block, and by the context's length."""
-    figure, axes = panels(2, len(numbers["by_block"]), (4.6 * len(numbers["by_block"]), 7.4))
-    for (top, bottom), dtype in zip(axes.T, numbers["by_block"], strict=True):
+    scales, columns = numbers.get("scales", {}), len(numbers["by_block"])
+    rows = 3 if any(scales.values()) else 2  # of blocks that end in a scale
+    figure, axes = panels(rows, columns, (4.6 * columns, 3.7 * rows))
+    for (top, bottom, *last), dtype in zip(axes.T, numbers["by_block"], strict=True):
         lengths = numbers["by_length"].get(dtype, {})
         for run in RUNS:
-            if run == "direct" and numbers["direct_is_stable"]:
+            same = run == "direct" and numbers["direct_is_stable"]
+            if same or run not in numbers["by_block"][dtype]:
                 continue
             # the noise has no place below: for most lengths it is 0, as the calls are the same
             of_length = [] if run in NOISE else lengths.get(run, [])
@@ -52,8 +56,16 @@ def dependence(numbers: Numbers) -> Figure:
         bottom.set(xlabel="tokens of the context", yscale="log")
         bottom.set_xscale("log", base=2)
         bottom.xaxis.set_major_formatter("{x:g}")
+        for axis in last:
+            for run, found in scales[dtype].items():
+                if run != "exact":  # stable, and then a little
+                    both = [(middle, middle, high) for middle, high in found["largest"]]
+                    band(axis, range(len(both)), both, COLOURS[run])
+            axis.set(xlabel="block", yscale="log")
     axes[0, 0].set_ylabel("relative error of the block's output")
     axes[1, 0].set_ylabel("L∞ / max |logit|")
+    if rows == 3:
+        axes[2, 0].set_ylabel("largest |m′| / RMS(m)")
     legend(figure, axes[0, 0], 5)
     return figure
 
@@ -107,37 +119,23 @@ def growth(numbers: Numbers) -> Figure:
     return figure
 
 
-def protocol(numbers: Numbers) -> Figure:
-    """The paper's prompt, token by token."""
-    dtypes = numbers["protocol"]
-    figure, axes = panels(len(dtypes), 1, (13, 1.2 + 2.9 * len(dtypes)))
-    for axis, (dtype, found) in zip(axes[:, 0], dtypes.items(), strict=True):
-        curves = []
-        for about, errors in zip(found["curves"], found["first"]["errors"], strict=True):
-            update, kept, merged = about["update"], about["kept"], about["held"] != LAZY
-            if update == "exact" and kept:
-                continue  # on the line of zeros, as without it
-            label = f"{update}{', first token kept' * kept}{', merged into the weights' * merged}"
-            style = {"color": COLOURS[KEPT if kept else update], "ls": "--" if merged else "-"}
-            same, linf, *_ = zip(*errors, strict=True)
-            curves.append((linf, same, style | {"label": label}))
-        error_curves(axis, dtype, found["first"]["tokens"], curves)
-    legend(figure, axis, 3)
-    return figure
+PICTURES = (dependence, sensitivity, changes, growth)
 
 
-PICTURES = {
-    f"real-model-{draw.__name__}": draw
-    for draw in (dependence, sensitivity, protocol, changes, growth)
-}
-PAGE = Page("real-model", ("real-model",), PICTURES)
+def page(name: str = "real-model") -> Page:
+    """The page of this name, with its files."""
+    pictures = {f"{name}-{draw.__name__}": draw for draw in PICTURES}
+    return Page(name, (name,), pictures, template="real-model")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, then write numbers, pictures and page."""
-    options = parse("The papers' experiments on a pretrained model.", arguments, of_model=True)
-    sizes = QUICK if options.quick else FULL
-    PAGE.run(options, lambda _: Runs(options.folder, sizes).numbers())
+    parser = parser_of("The papers' experiments on a pretrained model.", of_model=True)
+    parser.add_argument("--short", action="store_true", help="fewer prompts, no fp16")
+    parser.add_argument("--name", default="real-model", help="of the page and its files")
+    options = read_options(parser, arguments)
+    sizes = QUICK if options.quick else SHORT if options.short else FULL
+    page(options.name).run(options, lambda _: Runs(options.folder, sizes).numbers())
     return 0
 
 

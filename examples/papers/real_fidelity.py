@@ -1,5 +1,5 @@
 """How faithful replays are on a pretrained model: every update and the model's own noise, token by
-token and block by block, beside the unmodified model with its context; and the paper's protocol.
+token and block by block, beside the unmodified model with its context.
 """
 
 import copy
@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import goldwaser_experiments as goldwaser
 import numpy as np
 import torch
-from goldwaser_experiments import LAZY, MERGED, VARIANTS
 from torch import Tensor
 
-from icl_patch import ContextPatcher, metrics
-from icl_patch.evaluation.baseline import in_one_pass
+from icl_patch import ContextPatch, ContextPatcher, metrics
+from icl_patch.models.block_spec import Writer
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import BlockActivations
@@ -22,20 +20,14 @@ from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.passes import Computation, observe
 from icl_patch.recording.sequences import Sequences, assemble
 
-KEPT = "stable, first token kept"
-"""The stable update of all of the context but its first token, which stays."""
-REPLAYS = (*reversed(UPDATES), KEPT)
-NOISE = ("no cache", "token by token")
+KEPT, KEPT_DIRECT = "stable, first token kept", "direct, first token kept"
+"""These updates of all of the context but its first token, which stays."""
+REPLAYS = (*reversed(UPDATES), KEPT, KEPT_DIRECT)
+"""The last one only of blocks that end in a scale: at others direct is stable."""
+STEPWISE = "token by token"
+NOISE = ("no cache", STEPWISE)
 """The unmodified model against itself: one pass over everything, and one token a call."""
 RUNS = (*REPLAYS, *NOISE)
-
-HELD = {"exact": (LAZY,), "stable": (LAZY, MERGED)}
-CURVES = tuple(
-    (update, how, keep) for keep in (0, 1) for update, held in HELD.items() for how in held
-)
-"""Of the paper's protocol: the update, how its patches are held, and how many of the context's
-first tokens stay.
-"""
 
 Arrays = dict[str, np.ndarray]
 Outcome = tuple[Tensor, Sequence[BlockActivations]]
@@ -52,18 +44,24 @@ def attached(model: Any) -> Iterator[dict[str, AttachedModel]]:
 
 
 @torch.no_grad()
-def measure(models: dict[str, AttachedModel], context: Tensor, kept: Tensor) -> Arrays:
+def measure(
+    models: dict[str, AttachedModel], context: Tensor, kept: Tensor, stepwise: bool = True
+) -> Arrays:
     """One sequence, context (1, C) and kept tokens (1, T): for every run the errors of each token,
     (T,), and of each block's output, (L, T); and the sizes of the changes.
+
+    stepwise: also run the unmodified model token by token.
     """
     sequences, exact = assemble(context, kept), models["exact"]
     first = assemble(context, kept, keep_first=1)
     cache = exact.prefill(sequences)
+    two_updates = any(block.spec.writer is Writer.SCALE for block in exact.blocks)
     computations = {
         run: models[run.split(",")[0]].compute_from(
-            copy.deepcopy(cache), first if run == KEPT else sequences
+            copy.deepcopy(cache), first if run in (KEPT, KEPT_DIRECT) else sequences
         )
         for run in REPLAYS
+        if run != KEPT_DIRECT or two_updates
     }
     reference = computations["exact"].patch.logits
     assert reference is not None
@@ -75,13 +73,14 @@ def measure(models: dict[str, AttachedModel], context: Tensor, kept: Tensor) -> 
     outcomes = {
         run: models[run.split(",")[0]].replay(made.patch) for run, made in computations.items()
     }
-    outcomes |= _noise(exact, cache, sequences)
+    outcomes |= _noise(exact, cache, sequences, stepwise)
     for run, (logits, activations) in outcomes.items():
         own = _blocks(activations, len(exact.blocks), kept.shape[1])
         found |= {
             f"{run}/match": metrics.same_argmax(logits[0], reference[0]).numpy(),
             f"{run}/identical": metrics.bit_identical(logits[0], reference[0]).numpy(),
             f"{run}/linf": metrics.linf(logits[0], reference[0]).float().numpy(),
+            f"{run}/tvd": metrics.total_variation(logits[0], reference[0]).float().numpy(),
             f"{run}/blocks": ((own - blocks).norm(dim=-1) / blocks.norm(dim=-1)).numpy(),
         }
     for run, made in computations.items():
@@ -96,29 +95,35 @@ def _blocks(activations: Sequence[BlockActivations], blocks: int, width: int) ->
     return torch.cat(calls, 1)[:, -width:]
 
 
-def _noise(model: AttachedModel, cache: Any, sequences: Sequences) -> dict[str, Outcome]:
+def _noise(
+    model: AttachedModel, cache: Any, sequences: Sequences, stepwise: bool
+) -> dict[str, Outcome]:
     """The unmodified model on the same tokens in other calls, see :data:`NOISE`."""
     width, found = sequences.tail_ids.shape[1], {}
     with observe(model.blocks) as activations:
         logits = model.model(input_ids=sequences.ids, use_cache=False).logits[:, -width:]
     found["no cache"] = logits, activations
+    if not stepwise:
+        return found
     with observe(model.blocks) as activations:
         steps = [slice(column, column + 1) for column in range(width)]
         copied = copy.deepcopy(cache)
         logits = torch.cat(
             [forward_passes.run_tail(model.model, sequences, copied, at) for at in steps], 1
         )
-    found["token by token"] = logits, activations
+    found[STEPWISE] = logits, activations
     return found
 
 
 def conditions(made: Computation) -> Arrays:
-    """What the patch says of itself: the changes' sizes (L, T) by module; where a block is not
-    controllable, (L, T); elements that exact missed, (L, T).
+    """What the patch says of itself: the changes' sizes (L, T) by module; how unequal the new
+    scales are, see :func:`scales`; where a block is not controllable, (L, T); elements that exact
+    missed, (L, T).
     """
     patch, none = made.patch, torch.zeros_like(made.patch.kept_mask)
     assert patch.report is not None
     found = {f"norm/{name}": x[:, 0].float().numpy() for name, x in patch.norms().items()}
+    found |= scales(patch)
     for side in ("input", "output"):
         rows = [
             torch.stack([none, *(x.always for x in block if x.side == side)]).any(0)[0]
@@ -129,20 +134,19 @@ def conditions(made: Computation) -> Arrays:
     return found
 
 
-def protocol(model: Any, tokenizer: Any, text: str, count: int) -> Arrays:
-    """The paper's own protocol, one token at a time, each with its own patch, in one greedy
-    generation of ``count`` tokens: match and L∞ of every token for each of :data:`CURVES`,
-    (curves, N, 2); and of the unpatched model in one pass, (N, 2).
+def scales(patch: ContextPatch) -> Arrays:
+    """Of blocks that end in a scale m: ``max_k |m'_k| / RMS(m)``, the channel k, and how many
+    channels hold 90 % of ``‖m' - m‖²``, each (L, T). Nothing of other models.
     """
-    chat = bool(tokenizer.chat_template)
-    run, counted = goldwaser.untouched(model, tokenizer, [text], count, chat)
-    found = {}
-    for keep in (0, 1):
-        for update, held in HELD.items():
-            variants = {how: VARIANTS[how] for how in held}
-            errors = goldwaser.measure(model, update, run, variants, keep)
-            found |= {(update, how, keep): errors[how][counted].numpy() for how in held}
-    at_once = goldwaser.errors_of(in_one_pass(model, run), run.logits)[counted]
-    tokens = [tokenizer.decode([token]) for token in run.tokens[counted].tolist()]
-    curves = np.stack([found[curve] for curve in CURVES])
-    return {"tokens": np.array(tokens), "curves": curves, "one pass": at_once.numpy()}
+    rows = []
+    for layer in patch.layers:
+        for name in (name for name in layer if name.endswith(".new_scale")):
+            new = layer[name][0].double()
+            own = layer[name.replace(".new_scale", ".scale")].double()
+            largest, channel = new.abs().max(-1)
+            parts = (new - own).square().sort(-1, descending=True).values
+            held = parts.cumsum(-1) / parts.sum(-1, keepdim=True)
+            channels = (held < 0.9).sum(-1) + 1
+            rows.append(torch.stack([largest / own.square().mean().sqrt(), channel, channels]))
+    names = ("scale/largest", "scale/channel", "scale/channels")
+    return dict(zip(names, torch.stack(rows, 1).float().numpy(), strict=True)) if rows else {}

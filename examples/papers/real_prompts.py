@@ -131,13 +131,13 @@ def long_text() -> str:
 
 
 def excerpts(tokenizer: Any, length: int, kept: tuple[int, int], count: int) -> list[Prompt]:
-    """``count`` parts of the long text, evenly spread: ``length`` tokens of context and the tokens
-    behind them.
+    """``count`` parts of the long text, evenly spread: ``length`` tokens of context, with what the
+    tokenizer puts in front of a text, and the tokens behind them.
 
     kept: how many tokens of the first part, and how many more of each next one. Whether a replay
     rounds as its recording does depends on their number.
     """
-    ids = ids_of(tokenizer, long_text(), first=False)
+    ids, front = ids_of(tokenizer, long_text(), first=False), ids_of(tokenizer, "", first=True)
     least, more = kept
     room = len(ids) - length - least - more * (count - 1)
     assert room >= 0, f"expected a text of {len(ids) - room} tokens, got one of {len(ids)}"
@@ -145,6 +145,6 @@ def excerpts(tokenizer: Any, length: int, kept: tuple[int, int], count: int) -> 
     for index in range(count):
         middle = room * index // max(count - 1, 1) + length
         tail = ids[middle : middle + least + more * index]
-        context = ids[middle - length : middle]
+        context = front + ids[middle - length + len(front) : middle]
         found.append(Prompt("excerpt", str(length), index, context, tail, 0))
     return found

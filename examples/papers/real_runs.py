@@ -14,8 +14,8 @@ import numpy as np
 import real_statistics as statistics
 import torch
 from real_changes import growth, sensitivity, spans
-from real_fidelity import KEPT, Arrays, attached, measure, protocol
-from real_prompts import INSTRUCTIONS, KINDS, TEXTS, Prompt, excerpts, prompts, read
+from real_fidelity import KEPT, Arrays, attached, measure
+from real_prompts import KINDS, TEXTS, Prompt, excerpts, prompts, read
 from rich.console import Console
 from rich.progress import track
 
@@ -35,9 +35,9 @@ class Sizes:
         lengths: the lengths of contexts and how many of each, but in fp16, for which CPUs have no
             products.
         excerpt: kept tokens behind a context of the long text, see real_prompts.excerpts.
-        instructions, instruction_tokens: generations of the paper's protocol, and their length.
         shots: pairs of a growing few-shot context, and questions; tasks: how many of them.
-        disturbed: one prompt of so many is disturbed.
+        disturbed: one prompt of so many is disturbed; stepwise: and one runs token by token.
+        spanned: of one context in so many the space of the changes is measured.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -58,24 +58,39 @@ class Sizes:
         }
     )
     excerpt: tuple[int, int] = (12, 5)
-    instructions: int = 4
-    instruction_tokens: int = 24
     shots: tuple[int, int] = (16, 4)
     tasks: int = 8
     disturbed: int = 8
+    stepwise: int = 4
+    spanned: int = 1
 
 
 FULL = Sizes()
+SHORT = Sizes(
+    dtypes=("float32", "bfloat16"),
+    prompts={
+        "few-shot": (12, 4, 8),
+        "chat": (12, 2, 24),
+        "passage": (12, 3, 24),
+        "code": (16, 1, 36),
+    },
+    lengths={16: 6, 64: 6, 256: 6, 1024: 3, 2048: 2, 4000: 1},
+    excerpt=(96, 5),
+    shots=(8, 2),
+    tasks=3,
+    disturbed=16,
+    stepwise=8,
+    spanned=5,
+)
 QUICK = Sizes(
     dtypes=("bfloat16",),
     prompts=dict.fromkeys(KINDS, (1, 1, 2)),
     lengths={16: 2, 32: 1},
     excerpt=(4, 1),
-    instructions=1,
-    instruction_tokens=2,
     shots=(3, 2),
     tasks=1,
     disturbed=4,
+    stepwise=2,
 )
 
 
@@ -83,18 +98,10 @@ def _ids(ids: Any) -> torch.Tensor:
     return torch.tensor([list(ids)], dtype=torch.int64)
 
 
-class Runs:
-    """All results of a model in a folder, measured where they are missing."""
+class Results:
+    """The files of a model's results, in a folder that depends on everything they depend on."""
 
-    def __init__(self, folder: Path, sizes: Sizes) -> None:
-        self.folder, self.sizes = folder, sizes
-        self.model, self.tokenizer = load_model(folder, None, torch.float32)
-        self.config = self.model.config.get_text_config()
-        self.prompts = [
-            x
-            for x in prompts(self.tokenizer, sizes.prompts)
-            if self.fits(len(x.context) + len(x.question) + x.answer)
-        ]
+    def __init__(self, folder: Path, sizes: Any) -> None:
         # the numbers depend on the model, the texts, the sizes and the code
         digest = hashlib.sha256(f"{sizes}{code_fingerprint()}".encode())
         here = Path(__file__).parent
@@ -102,10 +109,6 @@ class Runs:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         self.store = Path("build/papers") / f"{folder.resolve().name}-{digest.hexdigest()[:12]}"
-
-    def fits(self, tokens: int) -> bool:
-        """Whether the model has positions for so many tokens."""
-        return bool(tokens <= getattr(self.config, "max_position_embeddings", tokens))
 
     def stage(
         self,
@@ -125,6 +128,25 @@ class Runs:
                     write_atomically(paths[name], [buffer.getvalue()])
         return {name: dict(np.load(path)) for name, path in paths.items()}
 
+
+class Runs(Results):
+    """All results of a model in a folder, measured where they are missing."""
+
+    def __init__(self, folder: Path, sizes: Sizes) -> None:
+        super().__init__(folder, sizes)
+        self.folder, self.sizes = folder, sizes
+        self.model, self.tokenizer = load_model(folder, None, torch.float32)
+        self.config = self.model.config.get_text_config()
+        self.prompts = [
+            x
+            for x in prompts(self.tokenizer, sizes.prompts)
+            if self.fits(len(x.context) + len(x.question) + x.answer)
+        ]
+
+    def fits(self, tokens: int) -> bool:
+        """Whether the model has positions for so many tokens."""
+        return bool(tokens <= getattr(self.config, "max_position_embeddings", tokens))
+
     def numbers(self) -> dict[str, Any]:
         """The page's numbers."""
         sizes, named = self.sizes, {prompt.name: prompt for prompt in self.prompts}
@@ -134,7 +156,7 @@ class Runs:
             for name, x in answers.items()
         }
         rows = {name: (_ids(prompt.context), kept[name]) for name, prompt in named.items()}
-        by_dtype, by_length, of_protocol = {}, {}, {}
+        by_dtype, by_length = {}, {}
         for dtype in sizes.dtypes:
             by_dtype[dtype] = self.fidelity(dtype, rows)
             if dtype != "float16":
@@ -151,7 +173,6 @@ class Runs:
                         if self.fits(2 * length)
                     }
                 )
-            of_protocol[dtype] = statistics.own_protocol(self.protocol(dtype))
         first = next(iter(by_dtype.values()))
         weights = {name: float(x.detach().norm()) for name, x in self.model.named_parameters()}
         return {
@@ -168,12 +189,12 @@ class Runs:
             "grown": {how: statistics.grown(self.growth(how)) for how in ("right", "shuffled")},
             "disturbed": statistics.disturbed(self.sensitivity(rows)),
             "by_length": by_length,
-            "protocol": of_protocol,
             **{
                 name: {dtype: summary(results) for dtype, results in by_dtype.items()}
                 for name, summary in (
                     ("agreement", statistics.agreement),
                     ("by_block", statistics.by_block),
+                    ("scales", statistics.scales),
                     ("lost", lambda results: {"stable": statistics.lost(results, "stable")}),
                     ("control", statistics.control),
                 )
@@ -196,17 +217,10 @@ class Runs:
     def fidelity(self, dtype: str, rows: Mapping[str, Any]) -> dict[str, Arrays]:
         """Every prompt: its context (1, C) and its kept tokens (1, T)."""
         return self.stage(
-            dtype, rows, lambda: attached(self._load(dtype)), lambda models, x: measure(models, *x)
-        )
-
-    def protocol(self, dtype: str) -> dict[str, Arrays]:
-        """The paper's own protocol."""
-        sizes = self.sizes
-        return self.stage(
-            f"protocol-{dtype}",
-            {str(i): text for i, text in enumerate(INSTRUCTIONS[: sizes.instructions])},
-            lambda: nullcontext(self._load(dtype)),
-            lambda model, x: protocol(model, self.tokenizer, x, sizes.instruction_tokens),
+            dtype,
+            {name: (*x, not i % self.sizes.stepwise) for i, (name, x) in enumerate(rows.items())},
+            lambda: attached(self._load(dtype)),
+            lambda models, x: measure(models, *x),
         )
 
     def spans(self, rows: Mapping[str, Any], prefix: int) -> dict[str, Arrays]:
@@ -217,7 +231,7 @@ class Runs:
             groups.setdefault(name, []).append(rows[prompt.name])
         return self.stage(
             f"spans-{prefix}",
-            groups,
+            dict(list(groups.items())[:: self.sizes.spanned]),
             lambda: ContextPatcher(self.model),
             lambda patcher, group: spans(patcher.attached_model, group, prefix),
         )

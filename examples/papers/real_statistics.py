@@ -1,12 +1,12 @@
 """The numbers of the page on a pretrained model, from the results of all prompts: shares with
-intervals, quantiles, and what they depend on; then the changes themselves and the paper's protocol.
+intervals, quantiles, and what they depend on; then the changes themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from real_fidelity import CURVES, REPLAYS, RUNS, Arrays
+from real_fidelity import REPLAYS, RUNS, Arrays
 
 QUARTILES = (0.25, 0.5, 0.75)
 _RESAMPLED = 2000
@@ -29,9 +29,14 @@ def interval(prompts: Sequence[np.ndarray], statistic: Callable[[np.ndarray], An
     return np.quantile(values, [0.025, 0.975]).tolist()
 
 
+def measured(results: Named) -> list[str]:
+    """The runs of at least one prompt."""
+    return [run for run in RUNS if any(f"{run}/linf" in arrays for arrays in results.values())]
+
+
 def share(results: Named, key: str) -> dict[str, Any]:
     """The share of tokens for which something holds, with its interval."""
-    prompts = [arrays[key] for arrays in results.values()]
+    prompts = [arrays[key] for arrays in results.values() if key in arrays]
     return {
         "share": float(np.concatenate(prompts).mean()),
         "interval": interval(prompts, np.mean),
@@ -44,8 +49,8 @@ def quantiles(values: np.ndarray) -> list[float]:
 
 
 def joined(results: Named, key: str) -> np.ndarray:
-    """One array of all prompts, token after token."""
-    return np.concatenate([arrays[key] for arrays in results.values()], -1)
+    """One array of all prompts that have it, token after token."""
+    return np.concatenate([arrays[key] for arrays in results.values() if key in arrays], -1)
 
 
 def by_row(values: np.ndarray, of: Sequence[float] = QUARTILES) -> list[list[float]]:
@@ -57,19 +62,42 @@ def agreement(results: Named) -> dict[str, Any]:
     """Every run: prompts, tokens, the shares of equal tokens and equal bits, and the errors."""
     return {
         run: {
-            "prompts": len(results),
+            "prompts": sum(f"{run}/linf" in arrays for arrays in results.values()),
             "tokens": len(linf := joined(results, f"{run}/linf")),
             "match": share(results, f"{run}/match"),
             "identical": share(results, f"{run}/identical"),
             "linf": quantiles(linf),
+            "tvd": quantiles(joined(results, f"{run}/tvd")),
         }
-        for run in RUNS
+        for run in measured(results)
     }
 
 
 def by_block(results: Named) -> dict[str, Any]:
     """Median and 90 % quantile of each block's relative error over all tokens."""
-    return {run: by_row(joined(results, f"{run}/blocks"), (0.5, 0.9)) for run in RUNS}
+    return {run: by_row(joined(results, f"{run}/blocks"), (0.5, 0.9)) for run in measured(results)}
+
+
+def scales(results: Named) -> dict[str, Any]:
+    """By run and block, over all tokens: the median and 90 % quantile of ``max_k |m'_k| / RMS(m)``;
+    the channel k that is it most often, with its share of the tokens; and the median number of
+    channels that hold 90 % of ``‖m' - m‖²``. Empty if no block ends in a scale.
+    """
+    found = {}
+    for run in REPLAYS:
+        if not any(f"{run}/scale/largest" in arrays for arrays in results.values()):
+            continue
+        largest, channel, channels = (
+            joined(results, f"{run}/scale/{key}") for key in ("largest", "channel", "channels")
+        )
+        counts = [np.bincount(row.astype(int)) for row in channel]
+        found[run] = {
+            "largest": by_row(largest, (0.5, 0.9)),
+            "channel": [int(x.argmax()) for x in counts],
+            "share": [float(x.max() / x.sum()) for x in counts],
+            "channels": [float(x) for x in np.median(channels, 1)],
+        }
+    return found
 
 
 def by_length(results: Mapping[int, Named]) -> dict[str, Any]:
@@ -78,10 +106,13 @@ def by_length(results: Mapping[int, Named]) -> dict[str, Any]:
         run: [
             {
                 "length": length,
+                "tokens": len(joined(named, f"{run}/match")),
                 "match": float(joined(named, f"{run}/match").mean()),
+                "identical": float(joined(named, f"{run}/identical").mean()),
                 "linf": np.quantile(joined(named, f"{run}/linf"), [0.5, 0.9, 1]).tolist(),
             }
             for length, named in results.items()
+            if run in measured(named)
         ]
         for run in RUNS
     }
@@ -120,6 +151,7 @@ def control(results: Named) -> dict[str, Any]:
             **{key: int(joined(results, f"{run}/{key}").sum()) for key in keys},
         }
         for run in REPLAYS
+        if run in measured(results)
     }
 
 
@@ -172,27 +204,3 @@ def grown(results: Named) -> dict[str, Any]:
 def disturbed(results: Named) -> dict[str, Any]:
     """The growth of a disturbance by block: quartiles over all tokens."""
     return {name: by_row(joined(results, name)) for name in next(iter(results.values()))}
-
-
-def own_protocol(results: Named) -> dict[str, Any]:
-    """The paper's protocol: each curve's share of equal tokens, and errors; and the first
-    generation, token by token.
-    """
-    errors = np.concatenate([x["curves"] for x in results.values()], 1)
-    one_pass = np.concatenate([x["one pass"] for x in results.values()])
-    first = next(iter(results.values()))
-    return {
-        "tokens": errors.shape[1],
-        "generations": len(results),
-        "curves": [
-            dict(zip(("update", "held", "kept"), curve, strict=True)) | _errors_of(found)
-            for curve, found in zip(CURVES, errors, strict=True)
-        ],
-        "one_pass": _errors_of(one_pass),
-        "first": {"tokens": first["tokens"].tolist(), "errors": first["curves"].tolist()},
-    }
-
-
-def _errors_of(found: np.ndarray) -> dict[str, Any]:
-    match, linf = found.T
-    return {"match": float(match.mean()), "linf": quantiles(linf)}

@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(lines=True)
     meaning = (
-        "local folder or hub id of a model to answer six prompts with, chats with a system message"
-        " among them (default: the embedded model on held-out prompts)"
+        "local folder or hub id of a model to answer few-shot prompts with, and chats with a system"
+        " message or, without a chat template, a passage (default: the embedded model on held-out"
+        " prompts)"
     )
     common.add_model(parser, meaning, of_patch=True)
     parser.add_argument(
@@ -60,9 +61,12 @@ def run(options: argparse.Namespace) -> int:
         for row in demo.answer_each(model, tokenizer, prompts, keep_first):
             answers.append(row)
             bar(len(answers), len(prompts))
-    show(_examples(answers), *([] if name else [_accuracy(answers)]))
-    # of a model of the user's the first chat, if there are any, and the first few-shot prompt
-    chosen = prompts[::3][::-1] if name else prompts
+    dtype = str(model.dtype).removeprefix("torch.")
+    promise = f"patched: update exact in {dtype}, which promises every bit of the logits"
+    show(_examples(answers), *([] if name else [_accuracy(answers)]), promise)
+    # of a model of the user's the first chat or the passage, and the first few-shot prompt
+    chosen = list({prompt.kind: prompt for prompt in reversed(prompts)}.values())
+    chosen = chosen if name else prompts
     verified = []
     with common.progress_bar("verifying each update and dtype", options) as bar:
         for one in demo.verify_grid(model, tokenizer, chosen, new, keep_first):

@@ -25,6 +25,12 @@ FEW_SHOT = (
     ("France: Paris\nJapan: Tokyo\nItaly: Rome\nEgypt: Cairo\n", "Germany:"),
 )
 """Examples of a task, and a question, for any language model."""
+PASSAGE = (
+    "A lighthouse keeper named Ada lives on the island of Skarn. Every evening she feeds her three"
+    " goats and lights the green lamp.\n\n",
+    "Question: What is the keeper's name?\nAnswer:",
+)
+"""A text, and a question about it, for models without a chat template."""
 CHATS = (
     ("You are a pirate. Talk like a pirate in every answer.", "What did you do today?"),
     ("Answer every question in French.", "What is the capital of Italy?"),
@@ -43,14 +49,14 @@ def held_out(count: int) -> list[Prompt]:
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """:data:`FEW_SHOT`, and :data:`CHATS` if the tokenizer has a chat template that takes a system
-    message: this is the context.
+    message: this is the context; else :data:`PASSAGE`.
     """
     few_shot = [Prompt("few-shot", *texts, "") for texts in FEW_SHOT]
     chats = [Prompt("chat", *texts, "") for texts in CHATS]
     try:
         encoded(tokenizer, chats[0])
     except ValueError:  # no template, or none with a system message
-        return few_shot
+        return [*few_shot, Prompt("passage", *PASSAGE, "")]
     return few_shot + chats
 
 

@@ -213,6 +213,7 @@ def test_demo_answers_and_verifies(
     lines = out.splitlines()
     assert "without it, but patched" in " ".join(out.split())
     assert "exact, bfloat16: identical: yes, 4 of 4 tokens" in lines
+    assert "patched: update exact in float32, which promises every bit of the logits" in lines
     assert any(line.startswith("stable, float32: same token: yes, 4 of 4") for line in lines)
     assert status == 0 and "TVD" not in out  # --verbose shows the tables
 

@@ -75,7 +75,7 @@ CHAT_ML = (
 
 def test_prompts_for_any_model_are_cut_before_the_users_turn() -> None:
     tokenizer = build_tokenizer()
-    assert {prompt.kind for prompt in demo.prompts_for(tokenizer)} == {"few-shot"}
+    assert {prompt.kind for prompt in demo.prompts_for(tokenizer)} == {"few-shot", "passage"}
     tokenizer.chat_template = CHAT_ML
     chats = [prompt for prompt in demo.prompts_for(tokenizer) if prompt.kind == "chat"]
     assert [(prompt.context, prompt.question) for prompt in chats] == list(demo.CHATS)
@@ -84,7 +84,7 @@ def test_prompts_for_any_model_are_cut_before_the_users_turn() -> None:
         turn = f"<s>user\n{chat.question}</s>\n<s>assistant\n"
         assert texts == [f"<s>system\n{chat.context}</s>\n", turn]
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"  # takes no system message
-    assert {prompt.kind for prompt in demo.prompts_for(tokenizer)} == {"few-shot"}
+    assert {prompt.kind for prompt in demo.prompts_for(tokenizer)} == {"few-shot", "passage"}
 
 
 def test_any_model_answers_with_its_context_without_it_and_patched() -> None:

@@ -89,8 +89,8 @@ def test_exact_patches_held_as_vectors_are_bit_identical_and_rounding_costs_bits
     run = BaselineRun(ids, mask, {}, 0, logits, logits.argmax(-1), torch.tensor([logits.shape[1]]))
     variants = {name: VARIANTS[name] for name in (LAZY, MERGED)}
     errors = experiments.measure(model, "exact", run, variants)
-    assert errors[LAZY].shape == (2, 3, 2)
-    assert (errors[LAZY] == torch.tensor([1.0, 0])).all()
+    assert errors[LAZY].shape == (2, 3, 3)
+    assert (errors[LAZY] == torch.tensor([1.0, 0, 0])).all()
     assert (errors[MERGED][..., 1] > 0).all()
 
 

@@ -1,0 +1,112 @@
+"""Figures 3 and 4 on trained models: the closed loop is Algorithm 1 at every token, the quick form
+runs on any folder, and the committed page is that of its numbers.
+"""
+
+from pathlib import Path
+
+import pytest
+import real_protocol as protocol
+import torch
+from goldwaser_experiments import LAZY, MERGED
+from support.numeric import noise_limit
+from support.random_models import build, tokens
+
+from icl_patch import embedded, metrics
+from icl_patch.evaluation.baseline import baseline
+from icl_patch.evaluation.report import format_value, percent
+from icl_patch.models.block_detection import blocks_of
+from icl_patch.recording.algorithm_1 import algorithm_1
+
+RESULTS = Path(__file__).parents[2] / "docs" / "papers"
+
+
+@pytest.mark.parametrize("update", ["direct", "stable"])
+@pytest.mark.parametrize("kept", [0, 1])
+@torch.no_grad()
+def test_the_closed_loop_is_algorithm_1_at_every_token(update: str, kept: int) -> None:
+    model, ids = build("gemma3"), tokens(0, 1, 9)
+    run = baseline(model, ids, torch.ones_like(ids, dtype=torch.bool), 3)
+    errors = protocol.closed_loop(model, update, run, kept)
+    assert errors.shape == (1, 3, 3) and errors[..., 0].all()
+    assert errors[..., 1].max() <= noise_limit(model, ids)
+    low = build("gemma3", dtype=torch.bfloat16)
+    run = baseline(low, ids, torch.ones_like(ids, dtype=torch.bool), 3)
+    errors = protocol.closed_loop(low, update, run, kept)
+    if kept:
+        return
+    whole = torch.cat([ids, run.tokens[:, :2]], 1)
+    position = torch.tensor([[whole.shape[1] - 1]])
+    with (
+        algorithm_1(  # of the last token, without a cache
+            low,
+            blocks_of(low),
+            lambda model: model(whole, use_cache=False),
+            lambda model: model(whole[:, -1:], position_ids=position, use_cache=False),
+            update,
+        ) as found
+    ):
+        expected = metrics.linf(found.logits[:, -1], run.logits[:, -1])
+    noise = noise_limit(low, ids)
+    assert abs(float(errors[0, -1, 1]) - float(expected)) <= noise
+
+
+def test_a_model_that_ends_in_a_matrix_has_one_update() -> None:
+    assert list(protocol.ways(build("llama"))) == ["exact", "stable"]
+    assert list(protocol.ways(build("gemma3"))) == ["exact", "stable", "direct"]
+
+
+def test_the_quick_form_runs_on_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small").symlink_to(embedded.MODEL_DIR)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert protocol.main(["small", "--quick", "--out", "out"]) == 0
+    page = protocol.page(tmp_path / "out")
+    found = page.read(tmp_path / "out")["protocol-model"]["dtypes"]["bfloat16"]
+    assert len(found["curves"]) == 1 + 2 * 11 and len(found["text"]) == 1
+    for curve in found["curves"]:
+        if curve["update"] == "exact":
+            assert (curve["share"], curve["linf"][3], curve["tvd"]) == (1, 0, 0)
+    assert "## model" in (tmp_path / "out" / "figures-3-and-4.md").read_text("utf-8")
+    assert (tmp_path / "out" / "protocol-model.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_committed_page_is_that_of_the_numbers() -> None:
+    page = protocol.page(RESULTS)
+    numbers, text = page.read(RESULTS), (RESULTS / f"{page.name}.md").read_text("utf-8")
+    assert page.text(numbers) == text
+    for name, found in numbers.items():
+        assert (RESULTS / f"{name}.png").exists() and f"]({name}.png)" in text
+        for dtype in found["dtypes"].values():
+            for curve in dtype["curves"]:
+                if (curve["update"], curve["held"]) == ("exact", LAZY):
+                    assert (curve["share"], curve["linf"][3]) == (1, 0)
+
+
+def test_rounding_all_updates_at_once_loses_tokens_in_bf16() -> None:
+    numbers = protocol.page(RESULTS).read(RESULTS)["protocol-SmolLM2-135M-Instruct"]
+    curves = numbers["dtypes"]["bfloat16"]["curves"]
+    shares = {(x["kept"], x["update"], x["held"]): x["share"] for x in curves}
+    assert shares["0", "stable", MERGED] < 0.9 < shares["1", "stable", MERGED]
+
+
+def test_by_algorithm_1_both_updates_err_less_than_the_model_itself() -> None:
+    numbers = protocol.page(RESULTS).read(RESULTS)["protocol-gemma-3-270m"]["dtypes"]["bfloat16"]
+    curves = {(x["kept"], x["update"], x["held"]): x for x in numbers["curves"]}
+    noise = curves["", "", protocol.NOISE]["linf"][3]
+    for update in ("direct", "stable"):
+        for kept in ("0", "1"):
+            assert curves[kept, update, protocol.CLOSED]["linf"][3] < noise
+    assert curves["0", "direct", MERGED]["share"] < 0.1 < curves["0", "stable", MERGED]["share"]
+
+
+def test_the_statements_have_the_numbers_of_the_page() -> None:
+    numbers = protocol.page(RESULTS).read(RESULTS)["protocol-gemma-3-270m"]["dtypes"]["bfloat16"]
+    curves = {(x["kept"], x["update"], x["held"]): x for x in numbers["curves"]}
+    lazy, closed, merged = (curves["0", "direct", held] for held in (LAZY, protocol.CLOSED, MERGED))
+    rows = (RESULTS / "statements.md").read_text("utf-8")
+    shares = [percent(x["share"]) for x in (lazy, closed, merged)]
+    assert "direct: lazy {}, by Algorithm 1 {}, added at once {} ".format(*shares) in rows
+    stable, noise = curves["0", "stable", protocol.CLOSED], curves["", "", protocol.NOISE]
+    errors = [format_value(x["linf"][3]) for x in (closed, stable, noise)]
+    text = "L∞ is at most {} with direct and {} with stable, the model's own noise being {} "
+    assert text.format(*errors) in rows
