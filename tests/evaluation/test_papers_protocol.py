@@ -2,6 +2,7 @@
 runs on any folder, and the committed page is that of its numbers.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,10 @@ def test_the_statements_have_the_numbers_of_the_page() -> None:
     errors = [format_value(x["linf"][3]) for x in (closed, stable, noise)]
     text = "L∞ is at most {} with direct and {} with stable, the model's own noise being {} "
     assert text.format(*errors) in rows
+    exact = json.loads(
+        (RESULTS.parent / "data" / "real-exact-gemma-3-270m.json").read_text("utf-8")
+    )
+    tokens = sum(each["tokens"] for each in exact["counts"])
+    assert f"So have {tokens} more tokens" in " ".join(
+        (RESULTS / "figures-3-and-4.md").read_text("utf-8").split()
+    )

@@ -107,10 +107,13 @@ def test_a_promise_that_does_not_hold_fails(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("real-exact", real_steps.LEAST), ("real-exact-gpu", 600)]
+    ("name", "least"),
+    [("real-exact", real_steps.LEAST), ("real-exact-gpu", 600), ("real-exact-gemma-3-270m", 50)],
 )
 def test_the_committed_counts_keep_all_promises(name: str, least: int) -> None:
     path = real_steps.ROOT / "docs" / "data" / f"{name}.json"
     counts = json.loads(path.read_text(encoding="utf-8"))["counts"]
     assert real_steps.failures(counts, least) == []
-    assert {each["dtype"] for each in counts} == {*real_steps.DTYPES}
+    # Gemma 3 270M overflows in fp16 by itself
+    dtypes = {*real_steps.DTYPES} - ({"float16"} if "gemma" in name else set())
+    assert {each["dtype"] for each in counts} == dtypes
