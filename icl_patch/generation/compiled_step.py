@@ -17,7 +17,9 @@ from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.recorded_step import RecordedStep, warn_slower
 from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.traced_step import TracedStep
+from icl_patch.layers.attachment import WaitingForward, below_passes
 from icl_patch.layers.device_hooks import input_device, is_aligned
+from icl_patch.layers.patched_module import with_base
 from icl_patch.models import kv_cache
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel
@@ -195,6 +197,16 @@ def use_program(plans: StepPlans, state: DecodeState) -> Callable[[], None] | No
 def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
     """Raises UnsupportedModelError unless the steps of a context can run as a program."""
     check_compilable(attached, _PROGRAM)
+    for path, module in attached.model.named_modules():
+        for part in with_base(module):
+            forward = below_passes(part)
+            if isinstance(forward, WaitingForward):
+                forward = forward.before
+            if forward is not None:
+                raise UnsupportedModelError(
+                    f"somebody has replaced the forward of {path or 'the model'}, whose code would"
+                    " run in the first step alone"
+                )
     if state.fill is not None:
         raise UnsupportedModelError("its rotary factors change at some length")
     capacity = state.ids.shape[1]

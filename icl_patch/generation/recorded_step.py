@@ -20,7 +20,7 @@ class RecordedStep:
     The second call runs both ways, on another token at another place, and compares all bits. A step
     that cannot be recorded, or whose program gives other bits, runs the model's own code, with a
     :class:`~icl_patch.errors.SlowerStepsWarning`; so does each step under autocast, or with other
-    weights than those that were recorded.
+    weights, modules or forwards than those that were recorded.
 
     Attributes:
         program: the program; None before the first call, and where there is none.
@@ -32,26 +32,32 @@ class RecordedStep:
         self._tree: Any = None
         self._run: RunStep = self._record
         model: nn.Module = step.plan.attached.model
+        parts = [part for module in model.modules() for part in with_base(module)]
         # every place of a weight, with the weight and its memory
         self._weights = [
             (places, name, weight, weight.data_ptr())
-            for module in model.modules()
-            for part in with_base(module)
+            for part in parts
             for places in (part._parameters, part._buffers)
             for name, weight in places.items()
             if weight is not None
+        ]
+        self._code = [
+            (part, vars(part).get("forward"), [*part._modules.values()]) for part in parts
         ]
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
         device = self._step.inputs.current.device.type
-        if torch.is_autocast_enabled(device) or not self._has_its_weights():
+        if torch.is_autocast_enabled(device) or not self._is_the_same_model():
             return self._step()
         return self._run()
 
-    def _has_its_weights(self) -> bool:
+    def _is_the_same_model(self) -> bool:
         for places, name, weight, address in self._weights:
             if places.get(name) is not weight or weight.data_ptr() != address:
+                return False
+        for part, forward, children in self._code:
+            if vars(part).get("forward") is not forward or [*part._modules.values()] != children:
                 return False
         return True
 

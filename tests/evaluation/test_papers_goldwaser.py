@@ -86,7 +86,9 @@ def test_exact_patches_held_as_vectors_are_bit_identical_and_rounding_costs_bits
     ids = tokens(3, 2, 9)
     mask = torch.ones_like(ids, dtype=torch.bool)
     logits = torch.stack(list(own_steps(model, ids, mask, 3)), 1)
-    run = BaselineRun(ids, mask, {}, 0, logits, logits.argmax(-1), torch.tensor([logits.shape[1]]))
+    run = BaselineRun(
+        ids, mask, {}, 0, 0, logits, logits.argmax(-1), torch.tensor([logits.shape[1]])
+    )
     variants = {name: VARIANTS[name] for name in (LAZY, MERGED)}
     errors = experiments.measure(model, "exact", run, variants)
     assert errors[LAZY].shape == (2, 3, 3)

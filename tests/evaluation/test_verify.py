@@ -199,7 +199,7 @@ PADDED_RIGHT = {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ey
     [
         ({"max_new_tokens": 0}, "max_new_tokens ≥ 1"),
         ({"keep_last": -1}, "keep_last ≥ 0"),
-        ({"keep_first": -1}, "keep_first ≥ 0, got 2, 0 and -1"),
+        ({"keep_first": -1}, "keep_first ≥ 0, got 50, 0 and -1"),
         ({"context": "ab", "keep_last": 5}, "more than 6 tokens"),
         ({"context": []}, "at least one token"),
         ({"context": {"attention_mask": torch.ones(1, 3)}}, "expected input_ids in the context, "),

@@ -188,8 +188,8 @@ def test_what_a_program_cannot_hold_runs_as_before(name: str) -> None:
     model = build("llama", num_hidden_layers=1)
     with ContextPatcher(model, "stable") as patcher, torch.no_grad():
         state = state_of(patcher, IDS, torch.ones_like(IDS, dtype=torch.bool))
-        assert use_program(patcher.plans, state) is not None
         _Numbered(model, change())
+        assert use_program(patcher.plans, state) is not None
         with pytest.warns(SlowerStepsWarning, match=reason):
             for column in range(3):
                 result = decode_one_token(state, IDS[:, column])
@@ -214,14 +214,38 @@ def test_other_weights_and_autocast_between_two_steps() -> None:
         norm = model.model.norm
         for other in (nn.Parameter(2 * norm.weight), norm.weight):
             own, norm.weight = norm.weight, other
+            numbers = own.data
             if other is own:
-                norm.weight.data = 3 * norm.weight.data
+                own.data = 3 * numbers
             wanted = recorded._step().logits
             assert torch.equal(recorded().logits, wanted) and not torch.equal(wanted, plain[0])
-            norm.weight = own
-            if other is own:
-                norm.weight.data = norm.weight.data / 3
-        assert recorded.program is not None
+            norm.weight, own.data = own, numbers
+        own = model.model.embed_tokens
+        _Numbered(model, lambda x: 3 * x)
+        assert torch.equal(recorded().logits, recorded._step().logits)
+        model.model.embed_tokens, own.forward = own, lambda ids: 3 * nn.Embedding.forward(own, ids)
+        wanted = recorded._step().logits
+        assert torch.equal(recorded().logits, wanted) and not torch.equal(wanted, plain[0])
+        del own.forward
+        assert all_bits(leaves(recorded()), plain) and recorded.program is not None
+
+
+def test_a_forward_that_somebody_has_replaced() -> None:
+    """Its code runs in every step, as it would without a program."""
+    model, calls = build("llama", num_hidden_layers=1), []
+    own = model.model.embed_tokens
+
+    def forward(ids: Tensor) -> Tensor:
+        calls.append(ids)
+        return nn.Embedding.forward(own, ids)
+
+    own.forward = forward
+    with ContextPatcher(model, "stable") as patcher:
+        calls.clear()
+        reason = "replaced the forward of model.embed_tokens"
+        with pytest.warns(SlowerStepsWarning, match=reason):
+            steps_of(patcher)
+    assert len(calls) >= STEPS
 
 
 def test_windows_that_would_grow() -> None:

@@ -52,5 +52,6 @@ def test_numbers_beyond_the_range_of_fp16_are_refused_where_they_begin(family: s
     model, features = build(family, 0, torch.float16, OVERFLOWING)
     assert features.block is not None
     place = features.block.path.replace(".", r"\.")
-    refuses(model, rf"^{place}\S* has outputs that float16 cannot")
+    # of Gemma's scales the one of the neuron's norm is above the range itself
+    refuses(model, rf"^{place}\S* (has outputs that float16 cannot|holds NaN or infinity)")
     ContextPatcher(build(family, 0, torch.bfloat16, OVERFLOWING)[0]).detach()

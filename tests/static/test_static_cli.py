@@ -65,7 +65,7 @@ def test_generate_with_a_static_patch(
     arguments.pop(1)
     status, _, err = run(capsys, *arguments, "--patch", patch_file, "--compile")
     assert status == 2
-    assert "no --compile" in err
+    assert "neither --compile nor" in err
 
 
 def test_the_patch_of_a_token_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
