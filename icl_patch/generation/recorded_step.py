@@ -63,12 +63,18 @@ class RecordedStep:
 
     def _record(self) -> StepOutput:
         blocks = [block.block.path for block in self._step.plan.attached.blocks]
+        leaves: list[Any] = []
+
+        def run() -> list[Any]:
+            leaves[:] = self._leaves()
+            return leaves
+
         try:
-            self.program = StepProgram(self._leaves, dict(self._names()), blocks)
+            self.program = StepProgram(run, dict(self._names()), blocks)
         except Exception as error:  # also one of the model's own code, which it raises again
             return self._give_up(str(error).partition("\n")[0])
         self._run = self._compare
-        return self._output(self.program.first.__getitem__)
+        return self._output(leaves.__getitem__)
 
     def _compare(self) -> StepOutput:
         """Run the step and its program."""

@@ -133,7 +133,9 @@ class _Simplified:
 
         assert number is not None
         if is_cat and not axes[0]:
-            self._parts[number] = [*_places(operands)]
+            dtype = self._values[number].dtype
+            places = _places(operands)
+            self._parts[number] = [x for x in places if self._values[x[1].of].dtype == dtype]
         self.whole[number] = result.reshaped(tuple(size[axis] for axis in axes))
         operands = mapped(operands, rows)
         return replace(call, args=(operands, *call.args[1:]) if is_cat else tuple(operands))
@@ -171,7 +173,6 @@ class StepProgram:
 
     Attributes:
         source: of the function.
-        first: what ``run`` returned.
 
     Raises:
         RuntimeError: the step depends on numbers that it read on the host, or on random ones.
@@ -184,8 +185,8 @@ class StepProgram:
         with ExitStack() as stack:
             stack.enter_context(NoHostReads())
             stack.enter_context(recorder)
-            self.first = run()
-        outputs = [recorder.known(x) for x in self.first]
+            results = run()
+        outputs = [recorder.known(x) for x in results]
         simplified = _Simplified(recorder, [x for x in outputs if isinstance(x, (Tensor, View))])
         left = iter(simplified.outputs)
         # A leaf that is no tensor stays as it is.
@@ -201,10 +202,6 @@ class StepProgram:
         """Run a step; returns what :meth:`leaf` takes."""
         made: tuple[Tensor, ...] = self._function()
         return made
-
-    def __len__(self) -> int:
-        """The number of outputs."""
-        return len(self._leaves)
 
     def leaf(self, made: tuple[Tensor, ...], number: int) -> Any:
         """An output of a step, by its number."""

@@ -312,6 +312,20 @@ def test_what_only_looks_like_numbers_of_the_host() -> None:
         program_of(lambda: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
 
 
+def test_parts_of_other_dtypes() -> None:
+    """A tensor that was put together has one dtype, which its parts may not have."""
+    x = torch.randn(1, 1, 4)
+
+    def step() -> Tensor:
+        both = torch.cat([(x + 1).bfloat16(), x * 2])
+        return both[:1] * 3 + both[1:]
+
+    program = program_of(step, x=x)
+    x.copy_(torch.randn(1, 1, 4))
+    found = program.leaf(program(), 0)
+    assert found.dtype == torch.float32 and torch.equal(found, step())
+
+
 def test_what_is_kept() -> None:
     """Writes in place, in order; copies of what is written into later; bits of strided memory."""
     x, memory = torch.randn(4, 3), torch.zeros(4, 3)
