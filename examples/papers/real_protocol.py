@@ -66,8 +66,8 @@ def generation(model: Any, tokenizer: Any, text: str, count: int) -> Arrays:
         model, tokenizer, [text], count, bool(tokenizer.chat_template)
     )
     tokens = [tokenizer.decode([token]) for token in run.tokens[counted].tolist()]
-    at_once = goldwaser.errors_of(in_one_pass(model, run), run.logits)
-    found = {NOISE: at_once}
+    noise = goldwaser.errors_of(in_one_pass(model, run), run.logits)
+    found = {NOISE: noise}
     for kept in (0, 1):
         for update, held in ways(model).items():
             variants = {how: VARIANTS[how] for how in held if how in VARIANTS}

@@ -17,6 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.split_module import split_module
 
 from icl_patch.generation.eager_operators import keep_rounding
+from icl_patch.generation.operator_recorder import memory_of
 
 BACKEND = "inductor"
 
@@ -76,7 +77,7 @@ def in_regions(
         part = getattr(split, name)
         like = [x.meta["val"] for x in part.graph.find_nodes(op="placeholder")]
         # The compiler relies on which inputs are one memory.
-        places = [x.untyped_storage()._cdata for x in like]
+        places = [memory_of(x) for x in like]
         memory = [places.index(place) for place in places]
         kind = f"{part.graph} {[(x.shape, x.stride(), x.dtype, x.device) for x in like]} {memory}"
         if kind not in kinds:

@@ -88,6 +88,11 @@ class StepOutput:
     details: Callable[[], StepDetails]
     is_overwritten: Callable[[], bool] | None = None
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, StepDetails]:
+        """All that a step computes, for torch's pytrees."""
+        return self.logits, self.maybe_infeasible, self.details()
+
 
 RunStep = Callable[[], StepOutput]
 

@@ -4,7 +4,7 @@ A value is known by its memory. A view is where and how it lies in the memory th
 made, so a chain of reshapes is one view.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _READ = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -23,51 +23,38 @@ class View:
     """A tensor in the memory of value ``of``: how it lies there."""
 
     of: int
-    size: tuple[int, ...]
+    shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
     def at(cls, of: int, tensor: Tensor) -> "View":
-        """A tensor in the memory of value ``of``."""
-        return cls.over(of, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    @classmethod
-    def over(cls, of: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> "View":
-        """A view with the strides that a contiguous tensor has where they do not matter."""
-        strides, rows = [], 1
-        for length, step in zip(size[::-1], stride[::-1], strict=True):
-            strides.append(rows if length == 1 else step)
-            rows = strides[-1] * length
-        return cls(of, size, tuple(strides[::-1]), offset)
+        """A tensor in the memory of value ``of``. Where a stride does not matter, it is that of a
+        contiguous tensor.
+        """
+        strides, next_stride = [], 1
+        for length, stride in zip(tensor.shape[::-1], tensor.stride()[::-1], strict=True):
+            strides.append(next_stride if length == 1 else stride)
+            next_stride = strides[-1] * length
+        return cls(of, tuple(tensor.shape), tuple(strides[::-1]), int(tensor.storage_offset()))
 
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie one behind the other."""
-        rows = 1
-        for size, stride in zip(self.size[::-1], self.stride[::-1], strict=True):
-            if stride != rows:
-                return False
-            rows *= size
-        return True
+        return self.stride == _contiguous_strides(self.shape)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its size, as that of a tensor."""
-        return self.size
-
-    def reshaped(self, size: tuple[int, ...]) -> "View":
+    def reshaped(self, shape: tuple[int, ...]) -> "View":
         """The same elements of a contiguous view in another shape."""
-        strides, rows = [], 1
-        for length in size[::-1]:
-            strides.append(rows)
-            rows *= length
-        return View(self.of, size, tuple(strides[::-1]), self.offset)
+        return View(self.of, shape, _contiguous_strides(shape), self.offset)
 
     @property
     def elements(self) -> int:
         """How many it has."""
-        return torch.Size(self.size).numel()
+        return math.prod(self.shape)
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,15 +81,6 @@ def tensors_in(part: Any) -> list[Any]:
     return [x for x in tree_leaves(part) if isinstance(x, (Tensor, View))]
 
 
-def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
-    """Arguments of a call, with each tensor and view replaced."""
-    if isinstance(part, (tuple, list)):
-        return type(part)(mapped(x, function) for x in part)
-    if isinstance(part, dict):
-        return {name: mapped(x, function) for name, x in part.items()}
-    return function(part) if isinstance(part, (Tensor, View)) else part
-
-
 def _reads_numbers(function: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether the host gets to know numbers, or a shape that depends on them."""
     if function.overloadpacket is torch.ops.aten.index_put_:
@@ -116,9 +94,14 @@ def _is_random(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """Whether it draws random numbers; attention does for a dropout alone."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
-    names = [argument.name for argument in function._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
+    has_dropout = any(argument.name == "dropout_p" for argument in function._schema.arguments)
+    return not has_dropout or bool(_by_name(function, args, kwargs).get("dropout_p", 0.0))
+
+
+def _by_name(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names; defaults are left out."""
+    names = (argument.name for argument in function._schema.arguments)
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -173,13 +156,10 @@ class Recorder(TorchDispatchMode):
         made = tuple(self._keep(x, given) for x in (result if several else (result,)))
         call = Call(function, arguments, keywords, made, several)
         if call.writes:
-            pairs = zip(function._schema.arguments, args, strict=False)
-            named = (
-                (of, kwargs[of.name]) for of in function._schema.arguments if of.name in kwargs
-            )
-            for of, x in (*pairs, *named):
+            named = _by_name(function, args, kwargs)
+            for of in function._schema.arguments:
                 if of.alias_info is not None and of.alias_info.is_write:
-                    self.written |= {memory_of(y) for y in tensors_in(x)}
+                    self.written |= {memory_of(x) for x in tensors_in(named.get(of.name))}
         if call.writes or any(number is not None for number in made):
             self.calls.append(call)
         return result
@@ -204,7 +184,7 @@ class Recorder(TorchDispatchMode):
             number = self._number.get((memory_of(x), x.dtype))
             return x if number is None else View.at(number, x)
 
-        return mapped(part, view)
+        return tree_map_only(Tensor, view, part)
 
 
 def key_of(part: Any) -> Any:

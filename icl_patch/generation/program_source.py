@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from icl_patch.generation.operator_recorder import Call, View, key_of, memory_of, tensors_in
 
 _aten = torch.ops.aten
-_SIGNS = {_aten.add.Tensor: "+", _aten.sub.Tensor: "-", _aten.mul.Tensor: "*"}
+SIGNS = {_aten.add.Tensor: "+", _aten.sub.Tensor: "-", _aten.mul.Tensor: "*"}
 _WIDTH = 100
 
 
@@ -50,7 +50,7 @@ class Source:
     def _write(self, call: Call) -> None:
         self._head(call)
         args = [self._text(x) for x in call.args]
-        sign = _SIGNS.get(call.target)
+        sign = SIGNS.get(call.target)
         if sign and len(args) == 2 and not call.kwargs:
             right = f"{args[0]} {sign} {args[1]}"
         else:
@@ -87,11 +87,11 @@ class Source:
             return name
         whole = self._whole[view.of]
         base = self._variables[whole]
-        name = f"{base}_{'x'.join(map(str, view.size))}"
+        name = f"{base}_{'x'.join(map(str, view.shape))}"
         if view.is_contiguous and whole.is_contiguous and view.elements == whole.elements:
-            right = f"{base}.view({view.size})"
+            right = f"{base}.view({view.shape})"
         else:
-            right = f"{base}.as_strided({view.size}, {view.stride}, {view.offset})"
+            right = f"{base}.as_strided({view.shape}, {view.stride}, {view.offset})"
         name = self._variables[view] = self._new_name(name)
         self._lines.append(f"{name} = {right}")
         return name

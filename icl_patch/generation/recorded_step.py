@@ -71,8 +71,10 @@ class RecordedStep:
 
         try:
             self.program = StepProgram(run, dict(self._names()), blocks)
-        except Exception as error:  # also one of the model's own code, which it raises again
-            return self._give_up(str(error).partition("\n")[0])
+        except Exception as error:
+            output = self._step()  # an error of the model's own code comes again
+            self._give_up(str(error).partition("\n")[0])
+            return output
         self._run = self._compare
         return self._output(leaves.__getitem__)
 
@@ -80,14 +82,16 @@ class RecordedStep:
         """Run the step and its program."""
         assert self.program is not None
         program, expected = self.program, self._leaves()
+        self._run = self._run_program
         try:
             made = program()
         except Exception as error:  # of an operator that depends on more than what was recorded
-            return self._give_up(str(error).partition("\n")[0])
+            self._give_up(str(error).partition("\n")[0])
+            return self._output(expected.__getitem__)
         for number, leaf in enumerate(expected):
             if isinstance(leaf, Tensor) and not _same_bits(leaf, program.leaf(made, number)):
-                return self._give_up("its program gives other bits than the step")
-        self._run = self._run_program
+                self._give_up("its program gives other bits than the step")
+                break
         return self._output(expected.__getitem__)
 
     def _run_program(self) -> StepOutput:
@@ -95,16 +99,14 @@ class RecordedStep:
         made, leaf = self.program(), self.program.leaf
         return self._output(lambda number: leaf(made, number))
 
-    def _give_up(self, reason: str) -> StepOutput:
+    def _give_up(self, reason: str) -> None:
+        """Run the model's own code from now on."""
         self.program, self._run = None, self._step
         warn_slower(self._step.plan.attached.model, reason)
-        return self._step()
 
     def _leaves(self) -> list[Any]:
         """The step's output, flattened."""
-        output = self._step()
-        parts = output.logits, output.maybe_infeasible, output.details()
-        leaves, self._tree = tree_flatten(parts)
+        leaves, self._tree = tree_flatten(self._step().parts)
         return leaves
 
     def _output(self, leaf: Any) -> StepOutput:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from icl_patch.generation.operator_recorder import (
     Call,
@@ -22,18 +23,16 @@ from icl_patch.generation.operator_recorder import (
     Recorder,
     View,
     key_of,
-    mapped,
     memory_of,
     tensors_in,
 )
-from icl_patch.generation.program_source import Source
+from icl_patch.generation.program_source import SIGNS, Source
 
 _aten = torch.ops.aten
 # What these make depends on their input's shape alone.
 _OF_SHAPES = {_aten.zeros_like, _aten.ones_like, _aten.full_like}
 _OF_SHAPES |= {_aten.new_zeros, _aten.new_ones, _aten.new_full}
 _COPIES = frozenset((_aten.clone, _aten._to_copy))
-_ELEMENTWISE = frozenset((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor))
 
 
 class _Simplified:
@@ -78,13 +77,13 @@ class _Simplified:
         if (instead := self._instead.get(x.of)) is None:
             return x
         if isinstance(instead, Tensor):
-            return instead.as_strided(x.size, x.stride, x.offset)
+            return instead.as_strided(x.shape, x.stride, x.offset)
         # of a copy or an earlier result, whose values lie in the same order
         shift = instead.offset - int(self._values[x.of].storage_offset())
         return replace(x, of=instead.of, offset=x.offset + shift)
 
     def _simplified(self, call: Call) -> Call | None:
-        args, kwargs = (mapped(x, self._resolved) for x in (call.args, call.kwargs))
+        args, kwargs = (_with(self._resolved, x) for x in (call.args, call.kwargs))
         call = replace(call, args=args, kwargs=kwargs)
         made = [number for number in call.made if number is not None]
         if call.writes or any(memory_of(self._values[number]) in self._written for number in made):
@@ -114,10 +113,10 @@ class _Simplified:
         number, result = call.made[0], self.whole[call.made[0] or 0]
         is_cat = call.target is _aten.cat.default and call.args[1:] in ((), (0,))
         operands = list(call.args[0] if is_cat else call.args)
-        if not is_cat and not (call.target in _ELEMENTWISE and len(operands) == 2):
+        if not is_cat and not (call.target in SIGNS and len(operands) == 2):
             return call
         views = [x if isinstance(x, View) else View.at(-1, x) for x in tensors_in(operands)]
-        size = result.size
+        size = result.shape
         if call.kwargs or len(views) < 2 or not all(x.is_contiguous for x in (result, *views)):
             return call
         axes = [a for a, n in enumerate(size) if n > 1 or a == len(size) - 1 or (is_cat and not a)]
@@ -137,7 +136,7 @@ class _Simplified:
             places = _places(operands)
             self._parts[number] = [x for x in places if self._values[x[1].of].dtype == dtype]
         self.whole[number] = result.reshaped(tuple(size[axis] for axis in axes))
-        operands = mapped(operands, rows)
+        operands = [_with(rows, x) for x in operands]
         return replace(call, args=(operands, *call.args[1:]) if is_cat else tuple(operands))
 
     def _is_constant(self, x: View | Tensor) -> bool:
@@ -151,7 +150,12 @@ class _Simplified:
         if isinstance(x, Tensor) or self._values[x.of].dtype != copy.dtype:
             return False
         other = View.at(-1, copy)
-        return x.size == other.size and x.stride == other.stride
+        return x.shape == other.shape and x.stride == other.stride
+
+
+def _with(function: Callable[[Any], Any], arguments: Any) -> Any:
+    """Arguments of a call, with each tensor and view replaced."""
+    return tree_map_only((Tensor, View), function, arguments)
 
 
 def _places(parts: Iterable[View | Tensor]) -> Iterator[tuple[int, View]]:
@@ -211,4 +215,4 @@ class StepProgram:
         whole = made[self._place[leaf.of]]
         if leaf == self._whole[leaf.of]:
             return whole
-        return whole.as_strided(leaf.size, leaf.stride, leaf.offset)
+        return whole.as_strided(leaf.shape, leaf.stride, leaf.offset)

@@ -59,8 +59,7 @@ class TracedStep:
         expected: list[Tensor] = []
 
         def run() -> list[Tensor]:
-            output = self._step()
-            outputs.append((output.logits, output.maybe_infeasible, output.details()))
+            outputs.append(self._step().parts)
             leaves, self._tree = tree_flatten(outputs[0])
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             expected[:] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -83,7 +83,7 @@ def test_the_committed_page_is_that_of_the_numbers() -> None:
                     assert (curve["share"], curve["linf"][3]) == (1, 0)
 
 
-def test_rounding_all_updates_at_once_loses_tokens_in_bf16() -> None:
+def test_rounding_all_updates_together_loses_tokens_in_bf16() -> None:
     numbers = protocol.page(RESULTS).read(RESULTS)["protocol-SmolLM2-135M-Instruct"]
     curves = numbers["dtypes"]["bfloat16"]["curves"]
     shares = {(x["kept"], x["update"], x["held"]): x["share"] for x in curves}

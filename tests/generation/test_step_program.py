@@ -40,7 +40,7 @@ def state_of(patcher: ContextPatcher, ids: Tensor, mask: Tensor) -> DecodeState:
 
 
 def leaves(output: StepOutput) -> list[Any]:
-    return tree_leaves((output.logits, output.maybe_infeasible, output.details()))
+    return tree_leaves(output.parts)
 
 
 def all_bits(found: list[Any], wanted: list[Any]) -> bool:
