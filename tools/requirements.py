@@ -42,7 +42,10 @@ match sys.argv[1:]:
     case [("oldest" | "newest") as age]:
         tests = [name for name in extras["test"] if "torchao" not in name]
         wanted = dict.fromkeys(Requirement(name) for name in needed + tests)
-        print(*dict.fromkeys(oldest(x) if age == "oldest" else x.name for x in wanted), *build)
+        # newer ones refuse what the interpreter of the oldest triton does
+        numpy = ["numpy<2.4"] if age == "oldest" else []
+        names = dict.fromkeys(oldest(x) if age == "oldest" else x.name for x in wanted)
+        print(*names, *numpy, *build)
     case ["docs"]:
         print(*extras["docs"])
     case arguments:

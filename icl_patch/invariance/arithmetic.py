@@ -3,7 +3,7 @@ do not see their batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,13 +82,11 @@ def running_in(
             yield
         return
     table = {**ROW_FUNCTIONS, **(ATTENTION if attention else ONE_TOKEN_ATTENTION)}
-    with ExitStack() as stack:
-        # the norms' forwards of another thread's call would be in the way
-        stack.enter_context(turn_of(model))
-        if attention:
-            stack.enter_context(padding_sees_nothing())
-        for context in (_products(), Replacing(table), ForwardOverrides(_norms(model))):
-            stack.enter_context(context)
+    masks = padding_sees_nothing() if attention else nullcontext()
+    # No ExitStack: an interrupt while one leaves drops what it has not left yet, where a generator
+    # leaves it when it is collected.
+    # The turn comes first: the norms' forwards of another thread's call would be in the way.
+    with turn_of(model), masks, _products(), Replacing(table), ForwardOverrides(_norms(model)):
         yield
 
 
@@ -101,11 +99,13 @@ def _norms(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Forward]]:
 @contextmanager
 def _products() -> Iterator[None]:
     """Within this context our products do not see their batch, and autocast is off."""
-    with ExitStack() as stack:
-        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(ops.gemv_products())
+    with _autocast_off("cpu"), _autocast_off("cuda"), ops.gemv_products():
         yield
+
+
+def _autocast_off(device: str) -> AbstractContextManager[Any]:
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 class _Noting(Replacing):

@@ -28,7 +28,7 @@ COVERED += ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
 REFUSED = {
     "cohere": "its MLP stands beside the attention",
     "gemma4": "it goes on from its sum",
-    "gemma2": "call 0 attentions of transformers' 'sdpa', not one each, as its class knows 'eager'",
+    "gemma2": "call 0 attentions of transformers' 'sdpa', not one each, as ",
     "falcon-rw": "'sdpa', not one each, as its class has attention code of its own",
     "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
 }

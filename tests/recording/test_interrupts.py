@@ -11,6 +11,7 @@ from support.patchers import Snapshot
 from support.random_models import build, shallow, tokens
 
 from icl_patch import ContextPatcher
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
 
 IDS = tokens(5, 1, 6)
 # Functions that take away what a pass has put into the model.
@@ -70,6 +71,24 @@ def test_an_interrupt_while_a_step_leaves_leaves_nothing(update: str) -> None:
             assert torch.equal(model(IDS).logits, plain), at
             assert torch.equal(steps(patcher), expected), at
     before.check(model)
+
+
+def test_an_interrupt_while_an_arithmetic_leaves_leaves_nothing() -> None:
+    model = shallow("llama")
+    plain = model(IDS).logits
+
+    def run() -> None:
+        with running_in(BATCH_INVARIANT, model, attention=True):
+            pass
+
+    run()
+    with Interrupt() as counted:
+        run()
+    assert counted.lines > 50
+    for at in range(1, counted.lines):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            run()
+        assert torch.equal(model(IDS).logits, plain), at
 
 
 @pytest.mark.parametrize("call", ["compute", "forward", "generate"])
