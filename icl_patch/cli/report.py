@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     common.print_result(
         options,
         found,
-        report.verdict_lines(result.verified),
+        report.verdict_lines(result.verified, result.failure),
         f"{options.out}: {len(page)} bytes",
     )
     return 0 if result.passed else 1

@@ -100,8 +100,15 @@ class ContextReport:
     @property
     def passed(self) -> bool:
         """Whether the update keeps its promise, and an exact patch gives the context's answer."""
+        return self.failure is None
+
+    @property
+    def failure(self) -> str | None:
+        """What :attr:`passed` misses, in words; None if it passed."""
         same = self.answers["patched"] == self.answers["with_context"]
-        return self.verified.passed and (same or self.verified.update != "exact")
+        if not (same or self.verified.update != "exact"):
+            return "the patched answer is not the one with the context"
+        return self.verified.failure
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON types."""
@@ -253,7 +260,9 @@ def to_html(result: ContextReport) -> str:
         verified=result.verified,
         version=__version__,
         without=without[0].upper() + without[1:],
-        lines=report.verdict_lines(result.verified).replace("\n  ", " ").splitlines(),
+        lines=report.verdict_lines(result.verified, result.failure)
+        .replace("\n  ", " ")
+        .splitlines(),
         levels=LEVELS,
         heat=_heat(result.sizes),
         chart=_chart(result.verified),

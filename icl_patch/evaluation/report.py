@@ -103,9 +103,9 @@ def verdict(report: VerifyReport) -> str:
     return f"same token: {count}; error {format_value(error)}, noise {noise}"
 
 
-def verdict_lines(report: VerifyReport) -> str:
+def verdict_lines(report: VerifyReport, failure: str | None = None) -> str:
     """The verdict, of an exact update in each arithmetic, and whether the promise is kept; in lines
-    of at most 80 characters.
+    of at most 80 characters. ``failure``: what the caller found besides.
     """
     lines = [verdict(report)]
     if report.arithmetics:
@@ -117,14 +117,15 @@ def verdict_lines(report: VerifyReport) -> str:
             else:
                 count = _count(steps.bit_identical, len(report.steps))
                 lines.append(f"identical: {count}, in {passes}, to {steps.reference}")
-    lines.append(promise_line(report))
+    lines.append(promise_line(report, failure))
     return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in lines)
 
 
-def promise_line(report: Any) -> str:
-    """Whether a report's update keeps its promise, if it has one."""
-    kept = format_value(report.passed)
-    return f"promise kept: {kept if report.promises else 'there is none for this dtype'}"
+def promise_line(report: Any, failure: str | None = None) -> str:
+    """Whether a report's update keeps its promise, if it has one; if not, why not."""
+    if failure := failure or report.failure:
+        return f"promise kept: no: {failure}"
+    return f"promise kept: {'yes' if report.promises else 'there is none for this dtype'}"
 
 
 def _count(share: float, tokens: int) -> str:

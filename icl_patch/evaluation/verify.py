@@ -148,22 +148,43 @@ class VerifyReport:
         Any update: the chosen experts are the same, and the noise floor is small; a model that
         contradicts itself proves nothing.
         """
-        if not self.noise_floor["linf_max"] <= _MAX_NOISE_FLOOR[self.dtype]:
-            return False
-        if not self.promises:
-            return True
-        if self.experts_identical not in (None, 1.0):
-            return False
-        if self.update == "exact" and self.dtype != "float64":
-            rounding = _ROUNDINGS * torch.finfo(getattr(torch, self.dtype)).eps
-            identical = self.bit_identical == self.token_match == self.blocks_bit_identical == 1.0
+        return self.failure is None
+
+    @property
+    def failure(self) -> str | None:
+        """What :attr:`passed` misses, in words; None if it passed."""
+        floor, largest = self.noise_floor["linf_max"], _MAX_NOISE_FLOOR[self.dtype]
+        if not floor <= largest:
             return (
-                identical
-                and self.reader_error_max <= rounding
-                and self.correction_max <= rounding
-                and all(steps.keeps_promise(rounding) for steps in self.arithmetics)
+                f"the unmodified model contradicts itself: its logits differ by {floor:.2g}, and"
+                f" {largest:.2g} is the limit, when only batching or caching changes"
             )
-        return self.token_match == 1.0 and float(self._of_steps("linf").max()) <= self.limit
+        if not self.promises:
+            return None
+        if self.experts_identical not in (None, 1.0):
+            return "other experts were chosen than with the context"
+        if self.update == "exact" and self.dtype != "float64":
+            return self._failure_of_bits()
+        if self.token_match != 1.0:
+            return "a token differs"
+        error = float(self._of_steps("linf").max())
+        within = error <= self.limit
+        return (
+            None if within else f"logits differ by {error:.2g}, and {self.limit:.2g} is the limit"
+        )
+
+    def _failure_of_bits(self) -> str | None:
+        """What an exact update misses."""
+        rounding = _ROUNDINGS * torch.finfo(getattr(torch, self.dtype)).eps
+        if not self.bit_identical == self.token_match == self.blocks_bit_identical == 1.0:
+            return "a bit differs"
+        if not self.reader_error_max <= rounding:
+            return f"a layer reads {self.reader_error_max:.2g} off, and {rounding:.2g} is the limit"
+        if not self.correction_max <= rounding:
+            return f"a correction is {self.correction_max:.2g}, and {rounding:.2g} is the limit"
+        if not all(steps.keeps_promise(rounding) for steps in self.arithmetics):
+            return "in one pass a bit differs, or a correction is larger than rounding"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON types."""

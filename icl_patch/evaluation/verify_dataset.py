@@ -95,8 +95,8 @@ class DatasetReport:
     Attributes:
         max_new_tokens: the largest number of steps of a row.
         noise_floor: the largest of all batches, see :class:`icl_patch.VerifyReport`.
-        passed: whether every batch keeps the update's promise, see there; promises: whether there
-            is one in this dtype.
+        failure: what the first batch misses that does not keep the update's promise, see there;
+            None if all keep it. promises: whether there is one in this dtype.
         rejected: rows that could not be verified; reasons: of the first ten.
         tasks: in the order of their names; none without a column of tasks. total: of all rows.
     """
@@ -110,16 +110,21 @@ class DatasetReport:
     keep_last: int
     keep_first: int
     noise_floor: dict[str, float]
-    passed: bool
+    failure: str | None
     promises: bool
     rejected: int
     reasons: list[str]
     tasks: list[TaskReport]
     total: TaskReport
 
+    @property
+    def passed(self) -> bool:
+        """Whether every batch keeps the update's promise."""
+        return self.failure is None
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON types."""
-        return asdict(self)
+        return {**asdict(self), "passed": self.passed}
 
 
 def verify_dataset(
@@ -164,7 +169,7 @@ def verify_dataset(
         batch_rows = batch_rows if patcher.attached_model.takes_padding else 1
     numbers: dict[str | None, list[Tensor]] = defaultdict(list)  # of each row, by its task
     floors: list[dict[str, float]] = []
-    passed: list[bool] = []
+    failures: list[str] = []
     reasons: list[str] = []
     same: dict[str, Any] = {}  # in all batches
 
@@ -208,7 +213,7 @@ def verify_dataset(
         for row, own in zip(batch, _numbers(report), strict=True):
             numbers[row.row.task].append(own)
         floors.append(report.noise_floor)
-        passed.append(report.passed)
+        failures.extend([report.failure] if report.failure else [])
         same.update({field: getattr(report, field) for field in _SAME})
 
     progress(0, total)
@@ -225,7 +230,7 @@ def verify_dataset(
         **same,
         max_new_tokens=max_new_tokens,
         noise_floor={measure: max(floor[measure] for floor in floors) for measure in floors[0]},
-        passed=all(passed),
+        failure=failures[0] if failures else None,
         rejected=len(reasons),
         reasons=reasons[:_REASONS],
         tasks=[_task(task, numbers[task]) for task in sorted(filter(None, numbers))],

@@ -152,7 +152,7 @@ def test_a_broken_patch_is_seen(result: ContextReport) -> None:
         verified=replace(result.verified, steps=steps),
     )
     html = to_html(broken)
-    assert not broken.passed and "promise kept: no" in html
+    assert not broken.passed and "promise kept: no: the patched answer is not" in html
     assert html.count('<circle class="dot"') == html.count('<path class="cross"') == 1
     assert "<title>B: 0.037, another token</title>" in html
     heights = page._chart(broken.verified)

@@ -105,7 +105,8 @@ def test_exact_steps_are_compared_with_the_model_in_each_arithmetic(
     report = verify(model, build_tokenizer(), **arguments)
     in_two_passes, in_one = report.arithmetics
     assert (in_two_passes.bit_identical, in_one.bit_identical) == (1.0, 0.0)
-    assert report.bit_identical == 1.0 and not report.passed
+    assert report.bit_identical == 1.0
+    assert not report.passed and "in one pass" in str(report.failure)
 
 
 def _spoilt(state: DecodeState, token_ids: Tensor) -> DecodeResult:
@@ -166,6 +167,7 @@ def test_an_error_far_above_the_noise_does_not_pass() -> None:
         noise = {"linf_max": floor, "tvd_max": floor}
         changed = dataclasses.replace(report, steps=[step], noise_floor=noise)
         assert changed.passed is passes
+        assert passes or "logits differ by 9e-05, and " in str(changed.failure)
     assert noise_limit_of(2e-5) == 2e-4
 
 
@@ -258,7 +260,8 @@ def test_nothing_is_proven_of_a_model_that_contradicts_itself(
     assert report.passed
     for floor in (2.6, math.nan) if dtype == torch.bfloat16 else (0.02, 2.6, math.nan):
         noise = report.noise_floor | {"linf_max": floor}
-        assert not dataclasses.replace(report, noise_floor=noise).passed
+        failure = dataclasses.replace(report, noise_floor=noise).failure
+        assert failure and f"contradicts itself: its logits differ by {floor:.2g}, and" in failure
     model = build("llama", 0, dtype, vocab_size=RANDOM_VOCABULARY)
     with pytest.raises(ValueError, match="eval mode"):
         verify(model.train(), build_tokenizer(), context="abc", max_new_tokens=2, update=update)
