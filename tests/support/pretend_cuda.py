@@ -264,7 +264,7 @@ class CUDAGraph:
 
 
 @contextmanager
-def graph(into: CUDAGraph) -> Iterator[None]:
+def graph(into: CUDAGraph, **_: Any) -> Iterator[None]:
     into.capture_begin()
     try:
         yield
