@@ -172,9 +172,7 @@ def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
         )
 
 
-def use_compiled_step(
-    plans: StepPlans, state: DecodeState, *, traced: bool
-) -> Callable[[], None]:
+def use_compiled_step(plans: StepPlans, state: DecodeState, *, traced: bool) -> Callable[[], None]:
     """Let a context's steps run compiled; the step is taken from ``plans``, or made.
 
     No step serves two contexts at a time. The returned function gives the step back for later

@@ -96,7 +96,9 @@ class PretendCuda(TorchDispatchMode):
             kwargs["device"] = CPU
         claims = [claim_of(x) for x in tensors]
         on_cuda = next((claimed for claimed in claims if claimed not in (None, "cpu")), None)
-        self.check(name, tensors, claims if asked is None or name != "_to_copy" else [*claims, asked])
+        self.check(
+            name, tensors, claims if asked is None or name != "_to_copy" else [*claims, asked]
+        )
         capture, self.capture = self.capture, None
         try:
             if capture is not None:
