@@ -3,9 +3,10 @@
 The prompt is a chat with a system message, the answer has 32 tokens, greedy. `model.generate` is
 the unmodified model, with the system message in the prompt. `generate` gives each token a patch of
 its own: with the model's own code in every step, by `default`, or `compiled`. `ask` returns one
-patch for all of the question's and the answer's tokens as well, and `forward` computes the answer's logits from that patch, without the system message. The error is
-the share of the answer's tokens that are others than the model's: none in fp32; in bf16 two tokens
-that are nearly equal can change places, and all behind them.
+patch for all of the question's and the answer's tokens as well, and `forward` computes the
+answer's logits from that patch, without the system message. The error is the share of the answer's
+tokens that are others than the model's: none in fp32; in bf16 two tokens that are nearly equal can
+change places, and all behind them.
 
 On a GPU without a saved model, 128 tokens after 1,024 random ones by random models of named shapes.
 """
