@@ -80,7 +80,7 @@ print(environment(torch.device("cuda")), native.describe())
 assert native.cuda_architectures, "expected the CUDA part of the native library, it was built without nvcc"
 '
 kernels='patched_linear or record_linear or read_direction or norms or gated_product or low_rank_term or expert_linear
- or (every_dtype and 5376) or exact_replay or captured_step or exact_step or (headline and 1152)'
+ or (every_dtype and 5376) or exact_replay or captured or exact_step or (headline and 1152)'
 triton_tests='test_record_linear and fp32 or test_read_direction or test_running_sums or test_both_kernels and bf16'
 
 part_A() {
