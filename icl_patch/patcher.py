@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
-from icl_patch.generation.compiled_step import compilers_of
+from icl_patch.generation.compiled_step import check_compile
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.recorded_step import RecordedStep
 from icl_patch.models.forward import OUTPUTS, check_inputs
@@ -424,18 +424,19 @@ class ContextPatcher:
                 experts in bf16 and fp16 take two streams unless the update is exact, because
                 replays of a shared cache may choose other experts there. ``GenerationStep.mode``
                 says how a step ran.
-            compile: ``"auto"``: on the CPU, for 16 tokens or more, record the first step as a
-                program (:mod:`icl_patch.generation.step_program`), which gives later steps every
-                bit in less than half of the time on the host; :attr:`step_source` shows it.
-                False: run the model's own code in every step. ``"inductor"`` (or True): trace the
-                step once and compile it, which takes seconds to minutes at the first token.
-                ``"cuda_graph"``: capture it as a CUDA graph; a step's patch must then be read
-                before the next step. ``"inductor+cuda_graph"``: both. The step is kept: another
-                generation of as many rows and about as many tokens
-                (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it again. For
-                modes of one pass, so not for models with forward hooks. A compiled exact step has
-                the bits of its replay; its attention runs over a static cache, so its logits are
-                those of the eager step up to rounding.
+            compile: ``"auto"``: for 16 tokens or more, record the first step as a program
+                (:mod:`icl_patch.generation.step_program`), which gives later steps every bit in
+                less than half of the time on the host; :attr:`step_source` shows it. On CUDA the
+                third step captures the program as a CUDA graph, which later ones replay. Steps that
+                cannot be recorded or captured run without, with a warning that says why.
+                False: run the model's own code in every step.
+                True: trace the step once and compile it, which takes seconds to minutes at the
+                first token; on CUDA capture this as a CUDA graph. For modes of one pass, so not for
+                models with forward hooks. A compiled exact step has the bits of its replay.
+                A program or compiled step is kept: another generation of as many rows and about as
+                many tokens (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it
+                again. Attention runs over a static cache there, so its logits are those of
+                ``compile=False`` up to rounding.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
                 ``stop_strings``, further inputs of the model … Settings of the model's generation
@@ -457,7 +458,7 @@ class ContextPatcher:
             TypeError: as :meth:`compute`; there are ``inputs_embeds``, or outputs are asked for.
         """
         self.attached_model.attachment.check_outside()
-        compilers = compilers_of(compile)
+        check_compile(compile)
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(
@@ -467,7 +468,7 @@ class ContextPatcher:
             max_new_tokens,
             streamer,
             mode,
-            compilers,
+            compile,
             keep_first,
             **arguments,
         )

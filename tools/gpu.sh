@@ -2,7 +2,7 @@
 # The first hour on a machine with a CUDA device, in parts of less than ten minutes:
 #   A  versions, one test of each kernel                               D  large offsets, then all GPU tests
 #   B  the inversion's and the products' benchmarks                      E  compute-sanitizer, then Nsight Compute's profiles
-#   C  the decode steps' benchmarks                                      F  tuning, and the products once more
+#   C  the decode steps' and generations' benchmarks                     F  tuning, and the products once more
 # PART="A B" takes those; without it all are taken in turn, as long as what is left of BUDGET seconds (1800) holds the next one's limit.
 # Each step has a limit and writes as it goes, under ICL_RESULTS (bench/results); the next one runs whatever came of it. A part's output is
 # in gpu-<part>.log there. A step that passed is not run again until the code changes. Exit 1 if a step failed, 3 if a part had to wait.
@@ -80,7 +80,7 @@ print(environment(torch.device("cuda")), native.describe())
 assert native.cuda_architectures, "expected the CUDA part of the native library, it was built without nvcc"
 '
 kernels='patched_linear or record_linear or read_direction or norms or gated_product or low_rank_term or expert_linear
- or (every_dtype and 5376) or exact_replay or captured_step or exact_step or (headline and 1152)'
+ or (every_dtype and 5376) or exact_replay or captured or exact_step or (headline and 1152)'
 triton_tests='test_record_linear and fp32 or test_read_direction or test_running_sums or test_both_kernels and bf16'
 
 part_A() {
@@ -91,7 +91,10 @@ part_B() {
     step linear 260 sh "$0" bench 180 linear
 }
 part_C() {
-    step generation 550 env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 TORCHINDUCTOR_COMPILE_THREADS=12 sh "$0" bench 300 generation
+    for job in "generation 400 240" "answer 150 60"; do
+        set -- $job
+        step "$1" "$2" env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 TORCHINDUCTOR_COMPILE_THREADS=12 sh "$0" bench "$3" "$1"
+    done
 }
 part_D() {
     step offsets 120 $run -m pytest -m gpu -k "two_to_the_31" tests/gpu

@@ -2,10 +2,13 @@
 
 The prompt is a chat with a system message, the answer has 32 tokens, greedy. `model.generate` is
 the unmodified model, with the system message in the prompt. `generate` gives each token a patch of
-its own; `ask` returns one patch for all of the question's and the answer's tokens as well, and
-`forward` computes the answer's logits from that patch, without the system message. The error is
-the share of the answer's tokens that are others than the model's: none in fp32; in bf16 two tokens
-that are nearly equal can change places, and all behind them.
+its own: with the model's own code in every step, by `default`, or `compiled`. `ask` returns one
+patch for all of the question's and the answer's tokens as well, and `forward` computes the
+answer's logits from that patch, without the system message. The error is the share of the answer's
+tokens that are others than the model's: none in fp32; in bf16 two tokens that are nearly equal can
+change places, and all behind them.
+
+On a GPU without a saved model, 128 tokens after 1,024 random ones by random models of named shapes.
 """
 
 import functools
@@ -17,7 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from icl_patch import ContextPatcher
-from icl_patch.bench.cases.models import SavedModel, twin
+from icl_patch.bench.cases.models import GPU_SHAPES, RandomModel, SavedModel, random_ids, twin
 from icl_patch.bench.harness import Case, Comparison, dtype_name
 from icl_patch.evaluation.demo import CHATS
 from icl_patch.models.prompts import make_prompt, split_ids
@@ -27,9 +30,15 @@ PLAIN = "model.generate"
 
 
 def cases(device: torch.device, quick: bool, model: str | None = None) -> list[Case]:
-    """A case for each dtype; none without a saved model, which has the tokenizer."""
+    """A case for each dtype of a saved model, which has the tokenizer; without one, on a GPU, a
+    case for each random model.
+    """
     if model is None:
-        return []
+        return [
+            Case(f"{shape.name} bf16 random", functools.partial(of_random_weights, shape, device))
+            for shape in GPU_SHAPES
+            if device.type == "cuda"
+        ]
     saved = SavedModel(model)
     return [
         Case(
@@ -55,18 +64,42 @@ def comparison(saved: SavedModel, dtype: torch.dtype, device: torch.device) -> C
         logits[:, model.generation_config.eos_token_id] = -torch.inf  # as min_new_tokens does
         return logits.argmax(-1)
 
-    calls: dict[str, Callable[[], Tensor]] = {PLAIN: lambda: own_tokens(model, ids, NEW)}
-    for update in ("exact", "stable"):
-        patcher = ContextPatcher(twin(model), update)
-        for name, compile in ((update, False), (f"{update}, compiled", True)):
-            calls[f"generate, {name}"] = functools.partial(
-                our_tokens, patcher, ids, NEW, compile=compile
-            )
+    calls = _generations(model, ids, NEW)
     calls["ask"] = lambda: asking.ask(question=question, system=system, **greedy(NEW)).token_ids[0]
     calls["forward"] = replayed
     check = tokens_check(own_tokens(model, ids, NEW), dtype)
     notes = {"prompt tokens": float(ids.shape[1])}
     return Comparison(ours=PLAIN, calls=calls, check=check, notes=notes)
+
+
+def of_random_weights(
+    shape: RandomModel, device: torch.device, context: int = 1024, new: int = 128
+) -> Comparison:
+    """The calls of a random model in bf16, whose nearly equal logits only the step's benchmark can
+    check: every call makes as many tokens.
+    """
+    model = shape.build(device, torch.bfloat16)
+    ids = random_ids(model, 1, context)
+
+    def check(_name: str, tokens: Any) -> float:
+        if tokens.shape != (new,):
+            raise AssertionError(f"expected {new} tokens, got {tuple(tokens.shape)}")
+        return 0.0
+
+    return Comparison(ours=PLAIN, calls=_generations(model, ids, new), check=check)
+
+
+def _generations(model: PreTrainedModel, ids: Tensor, new: int) -> dict[str, Callable[[], Tensor]]:
+    """The model's own generation of ``new`` tokens after ids (1, C), and ours."""
+    calls: dict[str, Callable[[], Tensor]] = {PLAIN: lambda: own_tokens(model, ids, new)}
+    forms: dict[str, bool | str] = {"": False, ", default": "auto", ", compiled": True}
+    for update in ("exact", "stable"):
+        patcher = ContextPatcher(twin(model), update)
+        for name, compile in forms.items():
+            calls[f"generate, {update}{name}"] = functools.partial(
+                our_tokens, patcher, ids, new, compile=compile
+            )
+    return calls
 
 
 def greedy(new: int) -> dict[str, Any]:
@@ -81,7 +114,9 @@ def own_tokens(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:
     return tokens
 
 
-def our_tokens(patcher: ContextPatcher, ids: Tensor, new: int, *, compile: bool = False) -> Tensor:
+def our_tokens(
+    patcher: ContextPatcher, ids: Tensor, new: int, *, compile: bool | str = False
+) -> Tensor:
     """The same of the patcher's steps."""
     made = patcher.generate(ids, compile=compile, **greedy(new))
     return torch.stack([step.token_ids[0] for step in made])

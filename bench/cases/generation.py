@@ -12,7 +12,9 @@ All ways run in turns, on the same weights and tokens. In the order of the table
   batch-invariant functions, and `exact, two passes` to the model as it is. `stable` runs in the
   mode that it takes by itself: over a cache that both streams share, or as `stable, two streams`
   (two passes and two streams only up to 8 rows; in older tables two streams have a cache of twice
-  the rows). `compiled` has a static cache and is compiled, and on a GPU a CUDA graph.
+  the rows). They run the model's own code. `default` is the program of such a step over a static
+  cache, as `generate` runs it by default, and `compiled` is compiled; on a GPU both are a CUDA
+  graph.
 - `a given patch applied`, in older tables, is the model's own step with a given patch applied in
   every layer, over the same caches, in the same two forms.
 - `a given patch replayed` runs the current token alone with its own patch, through
@@ -73,9 +75,11 @@ from icl_patch.invariance.arithmetic import reason_against
 OWN = "the model's own step"
 OWN_COMPILED = "the model's own step, compiled"
 EXACT = "exact"
+EXACT_DEFAULT = "exact, default"
 EXACT_COMPILED = "exact, compiled"
 EXACT_TWO_PASSES = "exact, two passes"
 STABLE = "stable"
+STABLE_DEFAULT = "stable, default"
 STABLE_COMPILED = "stable, compiled"
 TWO_STREAMS = "stable, two streams"
 NAIVE = "the changed weights built as matrices"
@@ -83,7 +87,7 @@ PEFT = "PEFT: a LoRA adapter of rank 1, swapped"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
 LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
 _MOST_ROWS = 8  # of ways that change the weights row by row, and of the slow forms of ours
-_WARM_UP = 5  # calls until our step is traced, compiled and, at the fourth, captured
+_WARM_UP = 4  # calls until our step is compiled, or recorded and, at the third, captured
 
 
 def cases(device: torch.device, quick: bool, model: str | None = None) -> list[Case]:
@@ -199,14 +203,16 @@ def _ours(
     """The forms of our step by name, the stable ones in ``mode``; the slow ones for few rows."""
     stable, exact, cuda = models.stable, models.exact, ids.is_cuda
     forms: dict[str, tuple[Any, ...]] = {}
-    compilers, one_cache = ("inductor", *["cuda_graph"] * cuda), DecodeMode.SHARED_CACHE
+    one_cache = DecodeMode.SHARED_CACHE
     if reason_against(exact.model) is None:
         forms[EXACT] = exact, one_cache
         # no CUDA graph can hold a mixture's exact products, which read their rows on the host
         if not (cuda and mixture):
-            forms[EXACT_COMPILED] = exact, one_cache, compilers
+            forms[EXACT_DEFAULT] = exact, one_cache, "auto"
+            forms[EXACT_COMPILED] = exact, one_cache, True
     forms[STABLE] = stable, mode
-    forms[STABLE_COMPILED] = stable, mode, compilers
+    forms[STABLE_DEFAULT] = stable, mode, "auto"
+    forms[STABLE_COMPILED] = stable, mode, True
     if len(ids) <= _MOST_ROWS:
         forms[EXACT_TWO_PASSES] = exact, DecodeMode.TWO_PASS
         if mode is not DecodeMode.TWO_STREAM:
@@ -215,20 +221,20 @@ def _ours(
 
 
 def _step(
-    ids: Tensor, patcher: ContextPatcher, mode: DecodeMode, compilers: tuple[str, ...] = ()
+    ids: Tensor, patcher: ContextPatcher, mode: DecodeMode, compile: bool | str = False
 ) -> Step:
-    """Our step of the last token, undone after it: over a dynamic cache, or over static buffers,
-    compiled, as a CUDA graph, or both.
+    """Our step of the last token, undone after it: over a dynamic cache, or over static buffers, as
+    a program or compiled.
 
     A layer with a full window has dropped a token, which only a dynamic cache gets back, after
     ``Cache.activate_past_recording``.
     """
     plan, mask, token = patcher.plans.of(mode), torch.ones_like(ids).bool(), ids[:, -1].clone()
     attached, width = patcher.attached_model, ids.shape[1]
-    state = prefill(attached, plan, ids, mask, width, reserve=not compilers)
+    state = prefill(attached, plan, ids, mask, width, reserve=not compile)
     cache: Any = state.inputs.cache
-    if compilers:
-        use_compiled_step(patcher.plans, state, compilers)
+    if compile:
+        use_compiled_step(patcher.plans, state, traced=compile is True)
     else:
         cache.activate_past_recording()
     step_inputs = state.inputs
@@ -243,6 +249,6 @@ def _step(
             cache.crop(-1)
 
     step = repeatable(lambda: decode_one_token(state, token).logits, rewind)
-    for _ in range(_WARM_UP if compilers else 0):
+    for _ in range(_WARM_UP if compile else 0):
         step()
     return step

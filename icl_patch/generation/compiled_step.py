@@ -1,18 +1,18 @@
-"""A decode step that is made once: recorded as a program, traced and compiled, or captured as a
-CUDA graph.
+"""A decode step that is made once: recorded as a program, or traced and compiled; on CUDA a CUDA
+graph of either.
 
 The step reads and writes fixed buffers, so it serves later tokens and later contexts too.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from transformers import Cache
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.generation.captured_step import CapturedStep
 from icl_patch.generation.decode_step import DecodeState
-from icl_patch.generation.one_pass import DecodeStep, RunStep, StepOutput
+from icl_patch.generation.one_pass import DecodeStep, RunStep
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.recorded_step import RecordedStep, warn_slower
 from icl_patch.generation.step_inputs import StepInputs
@@ -26,27 +26,18 @@ from icl_patch.recording.attached_model import AttachedModel
 
 _BUCKET = 32  # tokens
 _CACHED_STEPS = 2  # steps, with their caches, that are kept for later contexts
-COMPILE = ("auto", "inductor", "cuda_graph", "inductor+cuda_graph")
-IF_IT_PAYS = ("auto",)
-_PROGRAM = ("program",)
-_FEW = 16  # tokens for which a program does not pay: it is made in the time of some ten
-_WIDER = 4  # of how many windows a layer keeps all tokens
+AUTO = "auto"
+# Tokens for which a program does not pay: it is made in the time of some ten, as its graph is.
+_FEW = 16
+_WIDER = 4  # of how many windows a layer keeps all tokens on the CPU
 
 
-def compilers_of(compile: bool | str) -> Collection[str]:
-    """The compilers that a step goes through, ``"inductor"`` and ``"cuda_graph"`` in this order, as
-    :meth:`icl_patch.ContextPatcher.generate` takes them: traced and compiled by ``torch.compile``'s
-    Inductor; captured as a CUDA graph, compiled or not. ``IF_IT_PAYS`` leaves it to
-    :func:`use_program`.
-
-    Raises:
-        ValueError: there is no such compiler.
+def check_compile(compile: bool | str) -> None:
+    """Raises ValueError unless ``compile`` is True, False or ``"auto"``, as
+    :meth:`icl_patch.ContextPatcher.generate` takes it.
     """
-    names = "inductor" if compile is True else compile or ""
-    if names not in ("", *COMPILE):
-        expected = ", ".join(map(repr, COMPILE))
-        raise ValueError(f"expected compile True, False, {expected}, got {compile!r}")
-    return tuple(filter(None, names.split("+")))
+    if not isinstance(compile, bool) and compile != AUTO:
+        raise ValueError(f"expected compile True, False or {AUTO!r}, got {compile!r}")
 
 
 class CompiledStep:
@@ -54,13 +45,13 @@ class CompiledStep:
 
     Args:
         state: a context in a dynamic cache. capacity: the largest number of tokens.
-        compilers: as of :func:`compilers_of`.
+        traced: whether it is traced and compiled, or recorded as a program.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be put in place.
     """
 
-    def __init__(self, state: DecodeState, capacity: int, compilers: Collection[str]) -> None:
+    def __init__(self, state: DecodeState, capacity: int, *, traced: bool) -> None:
         assert isinstance(state.run, DecodeStep)
         current = state.inputs.current
         with torch.inference_mode(False):
@@ -76,12 +67,10 @@ class CompiledStep:
             )
             plan = state.run.plan
             # a step that has the bits of its replay stays as it is
-            written = "inductor" in compilers and not plan.keeps_bits
+            written = traced and not plan.keeps_bits
             step = DecodeStep(plan, self.inputs, state.run.batch, for_inductor=written)
-            self.run: RunStep = TracedStep(step) if "inductor" in compilers else step
-            if "program" in compilers:
-                self.run = RecordedStep(step)
-            if "cuda_graph" in compilers:
+            self.run: RunStep = TracedStep(step) if traced else RecordedStep(step)
+            if traced and current.is_cuda:
                 self.run = CapturedStep(self.run, current.device)
 
     def start_from(self, step_inputs: StepInputs) -> None:
@@ -94,40 +83,6 @@ class CompiledStep:
             self.inputs.mask.zero_()
             self.inputs.mask[:, :length] = step_inputs.mask[:, :length]
             kv_cache.copy_cache(step_inputs.cache, self.inputs.cache, length)
-
-
-class CapturedStep:
-    """A step as a CUDA graph, captured at its first call after a few ordinary ones of the same
-    token, which create everything that is created at first use. Its tensors are the same at every
-    call.
-    """
-
-    _WARM_UP = 3
-
-    def __init__(self, run: RunStep, device: torch.device) -> None:
-        self.run, self._device, self._calls = run, device, 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> StepOutput:
-        """Run the current token."""
-        with torch.cuda.device(self._device):  # streams and graphs are the current one's
-            if self._graph is None:
-                self._graph = self._captured()
-            self._graph.replay()
-        self._calls += 1
-        number = self._calls
-        return replace(self._output, is_overwritten=lambda: number != self._calls)
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(self._WARM_UP):
-                self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            self._output = self.run()
-        return graph
 
 
 def _filled_cache(state: DecodeState) -> Cache:
@@ -148,11 +103,10 @@ def bucketed_capacity(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def check_compilable(attached: AttachedModel, compilers: Collection[str]) -> None:
-    """Raises UnsupportedModelError unless a step of the model can go through the compilers."""
+def check_compilable(attached: AttachedModel) -> None:
+    """Raises UnsupportedModelError unless a step of the model can be made once."""
     model, blocks, exact = attached.model, attached.blocks, attached.update == "exact"
     device = input_device(model)
-    captured = "cuda_graph" in compilers
     reasons = {
         "autocast: a step that is made once has the model's own dtype": (
             torch.is_autocast_enabled(device.type)
@@ -163,12 +117,11 @@ def check_compilable(attached: AttachedModel, compilers: Collection[str]) -> Non
             block.spec.experts_scale_input for block in blocks
         ),
         "exact steps with experts as a CUDA graph: the host reads how many rows one has": (
-            captured and exact and any(block.experts for block in blocks)
+            device.type == "cuda" and exact and any(block.experts for block in blocks)
         ),
         "exact steps of blocks that go on from their sum, which a tensor of another type reports": (
             exact and any(block.spec.continues_after_sum for block in blocks)
         ),
-        f"{device}: a CUDA graph needs a CUDA device": captured and device.type != "cuda",
         "weights made in inference mode": any(x.is_inference() for x in model.parameters()),
     }
     for reason, holds in reasons.items():
@@ -177,26 +130,27 @@ def check_compilable(attached: AttachedModel, compilers: Collection[str]) -> Non
 
 
 def use_program(plans: StepPlans, state: DecodeState) -> Callable[[], None] | None:
-    """Let a context's steps run as a program, if they can and enough of them will; see
-    :func:`use_compiled_step`. A :class:`~icl_patch.errors.SlowerStepsWarning` says why they cannot.
+    """Let a context's steps run as a program, on CUDA as a CUDA graph, if they can and enough of
+    them will; see :func:`use_compiled_step`. A :class:`~icl_patch.errors.SlowerStepsWarning` says
+    why they cannot.
     """
-    capacity = state.ids.shape[1]
+    capacity, device = state.ids.shape[1], state.inputs.current.device
     few = capacity - state.inputs.length <= _FEW
-    if not few and state.run is not None and state.inputs.current.is_cpu:
+    if not few and state.run is not None and device.type in ("cpu", "cuda"):
         try:
             _check_recordable(plans.attached, state)
-            return use_compiled_step(plans, state, _PROGRAM)
-        except UnsupportedModelError as error:
+            return use_compiled_step(plans, state, traced=False)
+        except (UnsupportedModelError, torch.OutOfMemoryError) as error:
             if str(error) not in plans.warned:
                 plans.warned.add(str(error))
-                warn_slower(plans.attached.model, str(error))
+                warn_slower(plans.attached.model, device, error)
     kv_cache.reserve(state.inputs.cache, capacity)
     return None
 
 
 def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
     """Raises UnsupportedModelError unless the steps of a context can run as a program."""
-    check_compilable(attached, _PROGRAM)
+    check_compilable(attached)
     for path, module in attached.model.named_modules():
         for part in with_base(module):
             forward = below_passes(part)
@@ -212,15 +166,13 @@ def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
     capacity = state.ids.shape[1]
     windows = [getattr(layer, "sliding_window", None) for layer in state.inputs.cache.layers]
     narrowest = min((window for window in windows if window), default=capacity)
-    if capacity > _WIDER * narrowest:
+    if state.inputs.current.is_cpu and capacity > _WIDER * narrowest:
         raise UnsupportedModelError(
             f"a layer would keep {capacity} tokens, and its window has {narrowest}"
         )
 
 
-def use_compiled_step(
-    plans: StepPlans, state: DecodeState, compilers: Collection[str]
-) -> Callable[[], None]:
+def use_compiled_step(plans: StepPlans, state: DecodeState, *, traced: bool) -> Callable[[], None]:
     """Let a context's steps run compiled; the step is taken from ``plans``, or made.
 
     No step serves two contexts at a time. The returned function gives the step back for later
@@ -231,10 +183,10 @@ def use_compiled_step(
     capacity, model = bucketed_capacity(state.ids.shape[1]), attached.model
     # a trace depends on the model's code, of which the plan is, and on its weights' addresses
     weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
-    key = (state.run.plan, len(state.ids), capacity, compilers, *weights)
+    key = (state.run.plan, len(state.ids), capacity, traced, *weights)
     step = compiled.pop(key, None)
     if step is None:
-        step = CompiledStep(state, capacity, compilers)
+        step = CompiledStep(state, capacity, traced=traced)
     step.start_from(state.inputs)
     state.run, state.inputs = step.run, step.inputs
 

@@ -300,10 +300,6 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
 
     @torch.no_grad()
     def make() -> ContextPatch:
-        if output.is_overwritten is not None and output.is_overwritten():
-            raise ValueError(
-                "expected a patch of a CUDA graph's step to be asked for before the next step"
-            )
         details = output.details()
         layers = tuple(
             _of_live_rows(block, layer, live)

@@ -5,7 +5,7 @@ processors, stopping criteria and streamers. Its ``generate`` prepares them and 
 iterator of steps, as its ``custom_generate``.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +21,6 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.generation.compiled_step import (
-    IF_IT_PAYS,
     check_compilable,
     use_compiled_step,
     use_program,
@@ -169,7 +168,7 @@ def generate(
     max_new_tokens: int | None,
     streamer: BaseStreamer | None,
     mode: str = "auto",
-    compilers: Collection[str] = (),
+    compile: bool | str = False,
     keep_first: int = 0,
     **arguments: Any,
 ) -> Iterator[GenerationStep]:
@@ -180,7 +179,7 @@ def generate(
     model: Any = plans.attached.model
     prepare(model, arguments, plans.attached.tokenizer)
     ids, mask = check_context(context_ids, context_mask)
-    mode = _mode_of(mode, compilers, mask, keep_first)
+    mode = _mode_of(mode, compile, mask, keep_first)
     media_positions(model, ids, mask, arguments)  # checks them
     lengths = [setting(model, arguments, name) for name in ("max_length", "max_new_tokens")]
     if max_new_tokens is None and lengths == [None, None]:
@@ -191,14 +190,14 @@ def generate(
     steps: Iterator[GenerationStep] = model.generate(
         ids,
         attention_mask=mask.long(),
-        custom_generate=partial(_steps, plans, mode, compilers, keep_first, streamer),
+        custom_generate=partial(_steps, plans, mode, compile, keep_first, streamer),
         streamer=streamer,
         **arguments,
     )
     return steps
 
 
-def _mode_of(mode: str, compilers: Collection[str], mask: Tensor, keep_first: int) -> str:
+def _mode_of(mode: str, compile: bool | str, mask: Tensor, keep_first: int) -> str:
     """The mode: with tokens that stay in front two passes, as a step of one pass absorbs all.
 
     Raises:
@@ -209,8 +208,8 @@ def _mode_of(mode: str, compilers: Collection[str], mask: Tensor, keep_first: in
             f"expected more than {keep_first + 1} tokens in every row with {keep_first=}, got"
             f" {int(mask.sum(1).min())}"
         )
-    if keep_first and (compilers not in ((), IF_IT_PAYS) or mode not in (AUTO, TWO_PASS)):
-        asked = "compile" if compilers else f"mode={mode!r}"
+    if keep_first and (compile is True or mode not in (AUTO, TWO_PASS)):
+        asked = "compile=True" if compile is True else f"mode={mode!r}"
         raise ValueError(
             f"expected mode={TWO_PASS!r} with {keep_first=}, as steps of one pass absorb every"
             f" token, got {asked}: leave it out, or take keep_first=0"
@@ -230,7 +229,7 @@ def _steps(*arguments: Any, **prepared: Any) -> Iterator[GenerationStep]:
 def _loop(
     plans: StepPlans,
     mode: str,
-    compilers: Collection[str],
+    compile: bool | str,
     keep_first: int,
     streamer: BaseStreamer | None,
     model: PreTrainedModel,
@@ -252,29 +251,28 @@ def _loop(
     try:
         mask, media, model_inputs = _checked(model, ids, config, model_kwargs)
         with attached.attachment.exclusive():
-            attached.agree("the prompt", (ids, mask), options=(mode, compilers, keep_first))
+            attached.agree("the prompt", (ids, mask), options=(mode, compile, keep_first))
             capacity = max(int(config.max_length), ids.shape[1] + 1)
             lengths, new = mask.sum(1), capacity - ids.shape[1]
             check_length(model, int(lengths.max()), new)
             check_one_side(model, lengths, new - 1)  # the last token is not run
-            required = () if compilers == IF_IT_PAYS else compilers
-            if required:
-                check_compilable(attached, required)
-            plan = plans.choose(mode, one_pass=len(required) > 0)
+            if compile is True:
+                check_compilable(attached)
+            plan = plans.choose(mode, one_pass=compile is True)
             state = prefill(
                 attached,
                 plan,
                 ids,
                 mask,
                 capacity,
-                reserve=not compilers,
+                reserve=not compile,
                 media=media,
                 keep_first=keep_first,
                 **model_inputs,
             )
-            if required:
-                release = use_compiled_step(plans, state, required)
-            elif compilers:
+            if compile is True:
+                release = use_compiled_step(plans, state, traced=True)
+            elif compile:
                 release = use_program(plans, state)
         yield None
         while live.any():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
+from torch.utils._pytree import register_dataclass, tree_unflatten
 
 from icl_patch import metrics
 from icl_patch.generation.fused_modules import NormBefore, fused_modules
@@ -80,13 +80,22 @@ class StepOutput:
         maybe_infeasible: () bool, whether some block may not be able to take up the context, or a
             logit is not finite.
         details: gives the rest, which few steps need.
-        is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
     """
 
     logits: Tensor
     maybe_infeasible: Tensor
     details: Callable[[], StepDetails]
-    is_overwritten: Callable[[], bool] | None = None
+
+    @classmethod
+    def of_leaves(cls, leaf: Callable[[int], Any], tree: Any) -> "StepOutput":
+        """The output whose :attr:`parts` have the structure ``tree``; ``leaf`` gives their leaves
+        by number.
+        """
+
+        def details() -> Any:
+            return tree_unflatten(map(leaf, range(tree.num_leaves)), tree)[2]
+
+        return cls(leaf(0), leaf(1), details)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, StepDetails]:

@@ -2,13 +2,16 @@
 
 import warnings
 from collections.abc import Iterator
+from itertools import chain, repeat
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from icl_patch.errors import SlowerStepsWarning
+from icl_patch.generation.captured_step import CapturedStep
 from icl_patch.generation.one_pass import DecodeStep, RunStep, StepOutput
 from icl_patch.generation.step_program import StepProgram
 from icl_patch.layers.patched_module import with_base
@@ -17,10 +20,12 @@ from icl_patch.layers.patched_module import with_base
 class RecordedStep:
     """A step that is recorded at its first call, and runs as the program at later ones.
 
-    The second call runs both ways, on another token at another place, and compares all bits. A step
-    that cannot be recorded, or whose program gives other bits, runs the model's own code, with a
-    :class:`~icl_patch.errors.SlowerStepsWarning`; so does each step under autocast, or with other
-    weights, modules or forwards than those that were recorded.
+    The second call runs both ways, on another token at another place, and compares all bits. On
+    CUDA the third captures the program as a CUDA graph, which later ones replay. A step that cannot
+    be recorded, or whose program gives other bits, runs the model's own code, and a program that
+    cannot be captured runs as it is, both with a :class:`~icl_patch.errors.SlowerStepsWarning`. A
+    step under autocast, or with other weights, modules or forwards than those that were recorded,
+    runs the model's own code.
 
     Attributes:
         program: the program; None before the first call, and where there is none.
@@ -31,35 +36,14 @@ class RecordedStep:
         self._step = step
         self._tree: Any = None
         self._run: RunStep = self._record
-        model: nn.Module = step.plan.attached.model
-        parts = [part for module in model.modules() for part in with_base(module)]
-        # every place of a weight, with the weight and its memory
-        self._weights = [
-            (places, name, weight, weight.data_ptr())
-            for part in parts
-            for places in (part._parameters, part._buffers)
-            for name, weight in places.items()
-            if weight is not None
-        ]
-        self._code = [
-            (part, vars(part).get("forward"), [*part._modules.values()]) for part in parts
-        ]
+        self._device = step.inputs.current.device
+        self._model = _Parts(step.plan.attached.model)
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
-        device = self._step.inputs.current.device.type
-        if torch.is_autocast_enabled(device) or not self._is_the_same_model():
+        if torch.is_autocast_enabled(self._device.type) or not self._model.are_the_same:
             return self._step()
         return self._run()
-
-    def _is_the_same_model(self) -> bool:
-        for places, name, weight, address in self._weights:
-            if places.get(name) is not weight or weight.data_ptr() != address:
-                return False
-        for part, forward, children in self._code:
-            if vars(part).get("forward") is not forward or [*part._modules.values()] != children:
-                return False
-        return True
 
     def _record(self) -> StepOutput:
         blocks = [block.block.path for block in self._step.plan.attached.blocks]
@@ -73,50 +57,57 @@ class RecordedStep:
             self.program = StepProgram(run, dict(self._names()), blocks)
         except Exception as error:
             output = self._step()  # an error of the model's own code comes again
-            self._give_up(str(error).partition("\n")[0])
+            self._give_up(error)
             return output
         self._run = self._compare
-        return self._output(leaves.__getitem__)
+        return StepOutput.of_leaves(leaves.__getitem__, self._tree)
 
     def _compare(self) -> StepOutput:
         """Run the step and its program."""
         assert self.program is not None
         program, expected = self.program, self._leaves()
-        self._run = self._run_program
+        output = StepOutput.of_leaves(expected.__getitem__, self._tree)
+        self._run = self._run_program if self._device.type == "cpu" else self._capture
         try:
             made = program()
         except Exception as error:  # of an operator that depends on more than what was recorded
-            self._give_up(str(error).partition("\n")[0])
-            return self._output(expected.__getitem__)
+            self._give_up(error)
+            return output
         for number, leaf in enumerate(expected):
             if isinstance(leaf, Tensor) and not _same_bits(leaf, program.leaf(made, number)):
                 self._give_up("its program gives other bits than the step")
                 break
-        return self._output(expected.__getitem__)
+        return output
 
     def _run_program(self) -> StepOutput:
         assert self.program is not None
         made, leaf = self.program(), self.program.leaf
-        return self._output(lambda number: leaf(made, number))
+        return StepOutput.of_leaves(lambda number: leaf(made, number), self._tree)
 
-    def _give_up(self, reason: str) -> None:
+    def _capture(self) -> StepOutput:
+        """Run the program as a CUDA graph, or as it is if it cannot be captured."""
+        captured = CapturedStep(self._run_program, self._device)
+        try:
+            output = captured()
+        except Exception as error:
+            self._run = self._run_program
+            self._warn(error)
+            return self._run()
+        self._run = captured
+        return output
+
+    def _give_up(self, reason: Exception | str) -> None:
         """Run the model's own code from now on."""
         self.program, self._run = None, self._step
-        warn_slower(self._step.plan.attached.model, reason)
+        self._warn(reason)
+
+    def _warn(self, reason: Exception | str) -> None:
+        warn_slower(self._step.plan.attached.model, self._device, reason)
 
     def _leaves(self) -> list[Any]:
         """The step's output, flattened."""
         leaves, self._tree = tree_flatten(self._step().parts)
         return leaves
-
-    def _output(self, leaf: Any) -> StepOutput:
-        """The output of which ``leaf`` gives the leaves by number."""
-        tree: Any = self._tree
-
-        def details() -> Any:
-            return tree_unflatten(map(leaf, range(tree.num_leaves)), tree)[2]
-
-        return StepOutput(leaf(0), leaf(1), details)
 
     def _names(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that a step finds, with their names in the program's source."""
@@ -133,12 +124,47 @@ class RecordedStep:
                     yield f"{name}_{number}", states
 
 
-def warn_slower(model: nn.Module, reason: str) -> None:
-    """Warn that a step is no program."""
+class _Parts:
+    """The modules of a model as they are now: their weights and children, and the forwards that
+    somebody has replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parts = [part for module in model.modules() for part in with_base(module)]
+        places = [x for part in parts for x in (part._parameters, part._buffers, part._modules)]
+        # a patched module shares them with its base
+        self._places: list[dict[str, Any]] = [*{id(x): x for x in places}.values()]
+        self._attributes = [vars(part) for part in parts]
+        self._objects = self._current()
+        self._weights = [x for x in self._objects if isinstance(x, Tensor)]
+        self._addresses = [*map(Tensor.data_ptr, self._weights)]
+
+    def _current(self) -> list[Any]:
+        # in few calls of the interpreter: this runs before every step
+        forwards = map(dict.get, self._attributes, repeat("forward"))
+        return [*chain.from_iterable(map(dict.values, self._places)), *forwards]
+
+    @property
+    def are_the_same(self) -> bool:
+        """Whether all of these are what and where they were."""
+        current = self._current()
+        return (
+            len(current) == len(self._objects)
+            and all(map(is_, current, self._objects))
+            and [*map(Tensor.data_ptr, self._weights)] == self._addresses
+        )
+
+
+def warn_slower(model: nn.Module, device: torch.device, reason: Exception | str) -> None:
+    """Warn that steps are no program, or no CUDA graph."""
+    name, why = type(model).__name__, str(reason).partition("\n")[0]
+    slower = (
+        "run the model's own code, which takes the host 2 to 4 times as long as a program of them"
+        if device.type == "cpu"
+        else "are no CUDA graph, so the GPU waits for the host in each of them"
+    )
     warnings.warn(
-        f"steps of {type(model).__name__} run the model's own code, which takes the host 2"
-        f" to 4 times as long as a program of them: {reason}. Ask for compile=False to have it"
-        " without this warning",
+        f"steps of {name} {slower}: {why}. Ask for compile=False to have it without this warning",
         SlowerStepsWarning,
         stacklevel=2,
     )

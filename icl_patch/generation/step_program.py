@@ -147,9 +147,11 @@ class _Simplified:
 
     def _is_copy(self, x: View | Tensor, copy: Tensor) -> bool:
         """Whether a copy lies in its memory as ``x``, which a call has made, in its own."""
-        if isinstance(x, Tensor) or self._values[x.of].dtype != copy.dtype:
+        if isinstance(x, Tensor):
             return False
-        other = View.at(-1, copy)
+        value, other = self._values[x.of], View.at(-1, copy)
+        if (value.dtype, value.device) != (copy.dtype, copy.device):
+            return False
         return x.shape == other.shape and x.stride == other.stride
 
 

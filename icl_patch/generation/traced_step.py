@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
@@ -50,8 +50,7 @@ class TracedStep:
             reason = str(cause).partition("\n")[0]
             raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
         leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
-        logits, flag, details = tree_unflatten(leaves, self._tree)
-        return StepOutput(logits, flag, lambda: details)
+        return StepOutput.of_leaves(leaves.__getitem__, self._tree)
 
     def _first_run(self) -> list[Tensor]:
         """Trace the step, and run the compiled graph on the same token."""

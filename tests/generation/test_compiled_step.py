@@ -319,9 +319,3 @@ def test_what_cannot_be_compiled() -> None:
         steps_of(patcher)
         with pytest.raises(UnsupportedModelError, match="weights made in inference mode"):
             steps_of(patcher, compile=True)
-
-
-def test_no_cuda_graph_holds_exact_steps_of_a_mixture() -> None:
-    refusal = pytest.raises(UnsupportedModelError, match="exact steps with experts as a CUDA graph")
-    with ContextPatcher(tiny_models.build("qwen2_moe")) as patcher, refusal:
-        compiled_step.check_compilable(patcher.attached_model, ("cuda_graph",))

@@ -96,7 +96,9 @@ class PretendCuda(TorchDispatchMode):
             kwargs["device"] = CPU
         claims = [claim_of(x) for x in tensors]
         on_cuda = next((claimed for claimed in claims if claimed not in (None, "cpu")), None)
-        self.check(name, tensors, claims)
+        self.check(
+            name, tensors, claims if asked is None or name != "_to_copy" else [*claims, asked]
+        )
         capture, self.capture = self.capture, None
         try:
             if capture is not None:
@@ -105,7 +107,7 @@ class PretendCuda(TorchDispatchMode):
         finally:
             self.capture = capture
         made = [x for x in tensors_of(out) if not any(x is y for y in tensors)]
-        if asked == "cpu":
+        if asked == "cpu" and name != "_to_copy":
             asked = None
         device = self.target or asked or on_cuda or ("cpu" if "cpu" in claims else None)
         for x in made:
@@ -122,7 +124,7 @@ class PretendCuda(TorchDispatchMode):
         mask = indexing and any(x.dtype == torch.bool for x in tensors[1:])
         if devices and self.capture is not None and (name in LOOKS or mask or "cpu" in claims):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
-        others = [x for x, of in zip(tensors, claims, strict=True) if of == "cpu" and x.dim()]
+        others = [x for x, of in zip(tensors, claims, strict=False) if of == "cpu" and x.dim()]
         indices = indexing and all(x.dtype in (torch.int64, torch.bool) for x in others)
         mixed = len(devices) > 1 or (devices and others and not indices)
         if mixed and name not in COPIES:
@@ -186,7 +188,9 @@ def move(
     if x.requires_grad and torch.is_grad_enabled():
         return Moved.apply(x, want, dtype or x.dtype)
     with MODE.copying_to(want):
-        return claim(real_to(x, dtype or x.dtype, copy=True, **layout), want)
+        device = torch.device(want)
+        copied = torch.ops.aten._to_copy(x, dtype=dtype or x.dtype, device=device, **layout)
+        return claim(copied, want)
 
 
 def to(self: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
@@ -264,7 +268,7 @@ class CUDAGraph:
 
 
 @contextmanager
-def graph(into: CUDAGraph) -> Iterator[None]:
+def graph(into: CUDAGraph, **_: Any) -> Iterator[None]:
     into.capture_begin()
     try:
         yield
