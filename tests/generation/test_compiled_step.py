@@ -40,7 +40,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def steps_of(patcher: ContextPatcher, ids: Any = IDS, **arguments: Any) -> list[GenerationStep]:
-    options = {"max_new_tokens": 5, "eos_token_id": None, "mode": "auto"} | arguments
+    options = {"max_new_tokens": 3, "eos_token_id": None, "mode": "auto"} | arguments
     return list(patcher.generate(ids, **options))
 
 

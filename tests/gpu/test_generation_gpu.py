@@ -23,7 +23,7 @@ def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torc
     with ContextPatcher(model, "stable") as patcher:
         for seed in (7, 8):
             ids, mask = tokens(seed, 3, 9).cuda(), ragged(3, 9, side="left").cuda()
-            arguments: dict = {"max_new_tokens": 8, "mode": mode, "eos_token_id": None}
+            arguments: dict = {"max_new_tokens": 5, "mode": mode, "eos_token_id": None}
             arguments["context_mask"] = mask
             eager = list(patcher.generate(ids, **arguments))
             arguments["compile"] = "inductor+cuda_graph" if compiled else "cuda_graph"
@@ -36,7 +36,7 @@ def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torc
                     assert torch.equal(token_ids, expected.token_ids)
                     assert metrics.linf(logits, expected.logits).max() <= near
         assert len(patcher.plans.compiled) == 1
-        step = list(patcher.generate(ids, **arguments))[5]
+        step = list(patcher.generate(ids, **arguments))[3]
         with pytest.raises(ValueError, match="before the next step"):
             _ = step.patch
 
@@ -44,7 +44,7 @@ def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torc
 def test_the_exact_step_has_the_models_bits() -> None:
     model, ids = build("gemma3", 1, torch.bfloat16).cuda(), tokens(7, 3, 9).cuda()
     with ContextPatcher(model, "exact") as patcher:
-        for step in patcher.generate(ids, max_new_tokens=8, eos_token_id=None):
+        for step in patcher.generate(ids, max_new_tokens=5, eos_token_id=None):
             assert replay_error(patcher, step).max() == 0
 
 

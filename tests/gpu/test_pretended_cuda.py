@@ -18,7 +18,7 @@ CHOSEN = (
     "float32 and (shared and compiled or streams and as) or models_bits"
     " or bfloat16 and prefix and gemma3 or matches and gemma3 and stable or between"
     " or every_way_of and llama or every_way_says and qwen or fitted_on_two"
-    " or two_devices and llama and stable or two_devices and gemma3 and exact"
+    " or two_devices and llama and stable"
     " or offloaded and cpu and llama and exact or many_rows"
 )
 

@@ -33,9 +33,10 @@ def use(patcher: ContextPatcher, stage: str) -> None:
         patcher.forward(patch.kept_ids, patch)
 
 
-@families
-@updates
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "update", "attention"),
+    [("gemma3", "direct", "eager"), ("gemma3", "exact", "sdpa"), ("llama", "stable", "eager")],
+)
 def test_detach_leaves_the_model_as_it_was(family: str, update: str, attention: str) -> None:
     model = build(family, attention=attention)
     before = Snapshot(model)

@@ -84,6 +84,8 @@ def check_backend(backend: str) -> None:
         check_readers_share_a_launch()
     kept = torch.randint(1, 90, (2, 2))
     for name, make in MODELS.items():
+        if (backend, name) == ("triton", "llama"):  # its steps: check_readers_share_a_launch
+            continue
         model = make()
         limit = noise_limit(model)
         for update in ("stable", "exact") if name == "gemma3" else ("exact",):

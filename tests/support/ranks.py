@@ -54,6 +54,13 @@ def launch(count: int, scenario: str, *arguments: str) -> list[list[Any]]:
     return said
 
 
+def updates_of(folder: str) -> tuple[str, ...]:
+    """Of the model in a folder with its family's name: all, but of a Llama not ``direct``, which is
+    ``stable`` there.
+    """
+    return ("direct", "stable", "exact")[Path(folder).name == "llama" :]
+
+
 def say(word: Any) -> None:
     print(json.dumps(word), flush=True)
 
@@ -94,7 +101,7 @@ def tensor_parallel(*folders: str) -> None:
     a file of one process for each update.
     """
     for folder in folders:
-        for update in ("direct", "stable", "exact"):
+        for update in updates_of(folder):
             say(shared_matrices(folder, update))
 
 
@@ -182,7 +189,7 @@ def everything(*folders: str) -> None:
 def bits(*folders: str) -> None:
     """Every update of every model in the folders, split by pipeline."""
     for folder in folders:
-        for update in ("direct", "stable", "exact"):
+        for update in updates_of(folder):
             model = load(folder, pp_size=COUNT)
             say(bits_of(model, update, Path(f"{folder}/{RANK}.safetensors")))
 
