@@ -96,8 +96,11 @@ def test_a_compiled_step_is_the_eager_one(
     assert not patcher.plans.compiled
 
 
+@pytest.mark.stress
 def test_with_the_whole_compiler() -> None:
-    """Of one layer: g++ takes two seconds for each of a layer's kernels."""
+    """Of one layer: g++ takes two seconds for each of a layer's kernels. With the other tests one
+    compiles an exact step: ``test_eager_operators``.
+    """
     model = llama()
     with pytest.MonkeyPatch.context() as patch, ContextPatcher(model, "stable") as patcher:
         eager = steps_of(patcher)

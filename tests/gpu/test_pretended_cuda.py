@@ -15,7 +15,7 @@ FILES = ["gpu/test_generation_gpu.py", "gpu/test_gpu.py"]
 FILES += ["bench/test_bench_generation.py", "bench/test_bench.py"]
 # Every operator passes through Python here, which is slow: of most tests one case.
 CHOSEN = (
-    "float32 and (shared and compiled or streams and as) or models_bits"
+    "float32 and shared and compiled or models_bits"
     " or bfloat16 and prefix and gemma3 or matches and gemma3 and stable or between"
     " or every_way_of and llama or every_way_says and qwen or fitted_on_two"
     " or two_devices and llama and stable"

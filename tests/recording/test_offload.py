@@ -86,6 +86,7 @@ def test_a_patch_of_one_pass_replays_with_its_bits(
     assert len(norms) == len(steps) * (of_a_block * model.config.num_hidden_layers + 1)
 
 
+@pytest.mark.stress  # half a minute in a process of its own
 def test_a_model_larger_than_memory(tmp_path: Path) -> None:
     imported_accelerate()
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 11}

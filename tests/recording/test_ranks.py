@@ -23,6 +23,8 @@ FAMILIES: dict[str, dict] = {
     "llama": {"num_hidden_layers": 2},
 }
 
+DIVISIBLE = {"num_key_value_heads": 4, "vocab_size": 100}  # by four ranks
+
 
 def folders(path: Path, families: dict[str, dict], **changes: Any) -> list[str]:
     imported_accelerate()  # which transformers asks for
@@ -42,11 +44,19 @@ def check_bits(said: list[list[Any]], saved: list[str], file: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
+    """In two processes, which take longer to start than to run."""
     saved = folders(tmp_path, FAMILIES)
-    said = launch(2, "everything", *saved)
+    shared = folders(tmp_path / "shared", FAMILIES, **DIVISIBLE)
+    of_one = made_by_one(shared)
+    said = launch(2, "everything", *saved, *shared)
+    cases = [(folder, update) for folder in saved for update in updates_of(folder)]
     check_bits(said, saved, tmp_path / "file")
-    first, second = (rank[sum(len(updates_of(folder)) for folder in saved) :] for rank in said)
+    check_shared(2, of_one, [rank[len(cases) :] for rank in said])
+    check_refusals(*(rank[len(cases) + len(of_one) :] for rank in said))
 
+
+def check_refusals(first: list[Any], second: list[Any]) -> None:
+    """What the ranks refuse together, and that one says so if the other dies."""
     refusals = [
         ("RankError", "expected the update to be the same on all ranks, got exact on rank 0 and"),
         ("ValueError", "expected update direct, stable, exact, got 'other' (on rank 0)"),
@@ -73,9 +83,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert kind == "RankError" and "have lost each other before (a rank does not answer" in text
 
 
-def check_tensor_parallel(count: int, path: Path, families: dict[str, dict]) -> None:
-    sizes = {"num_key_value_heads": 4, "vocab_size": 100}  # divided by four ranks
-    saved = folders(path, families, **sizes)
+def made_by_one(saved: list[str]) -> dict[tuple[str, str], Any]:
+    """Patches and tokens of one process, in the order in which ranks say theirs."""
     of_one: dict[tuple[str, str], Any] = {}
     for folder in saved:
         for update in updates_of(folder):
@@ -86,7 +95,11 @@ def check_tensor_parallel(count: int, path: Path, families: dict[str, dict]) -> 
                 steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
                 tokens = [step.token_ids.tolist() for step in steps]
             of_one[folder, update] = patch, tokens
-    said = launch(count, "tensor_parallel", *saved)
+    return of_one
+
+
+def check_shared(count: int, of_one: dict[tuple[str, str], Any], said: list[list[Any]]) -> None:
+    """What ranks that share a model's matrices said, against one process."""
     for number, (folder, update) in enumerate(of_one):
         words = [rank[number] for rank in said]
         if update == "exact":
@@ -119,13 +132,11 @@ def check_tensor_parallel(count: int, path: Path, families: dict[str, dict]) -> 
                 torch.testing.assert_close(factor, expected[name], rtol=2e-3, atol=2e-4)
 
 
-def test_matrices_shared_by_two_ranks(tmp_path: Path) -> None:
-    check_tensor_parallel(2, tmp_path, FAMILIES)
-
-
 @pytest.mark.stress
 def test_matrices_shared_by_four_ranks(tmp_path: Path) -> None:
-    check_tensor_parallel(4, tmp_path, {"gemma2": {}, "qwen2": {}})
+    saved = folders(tmp_path, {"gemma2": {}, "qwen2": {}}, **DIVISIBLE)
+    of_one = made_by_one(saved)
+    check_shared(4, of_one, launch(4, "tensor_parallel", *saved))
 
 
 @pytest.mark.stress

@@ -180,8 +180,12 @@ def error_of(work: Callable[[], Any]) -> list[str]:
 
 
 def everything(*folders: str) -> None:
-    """:func:`bits`, :func:`refusals` and :func:`death`."""
-    bits(*folders)
+    """:func:`bits` of one half of the folders, :func:`tensor_parallel` of the other,
+    :func:`refusals` and :func:`death`.
+    """
+    half = len(folders) // 2
+    bits(*folders[:half])
+    tensor_parallel(*folders[half:])
     refusals(folders[0])
     death(folders[0])
 
