@@ -76,6 +76,8 @@ def check_backend(backend: str) -> None:
                 ops.expert_linear, dtype, expert_products.SMALL, bits=False
             )
     for op in op_calls.DIFFERENTIABLE:
+        if backend == "triton" and "," in op:  # another call of an op that is there
+            continue
         op_calls.check_derivatives(op)
         op_calls.check_mapped(op)
     if backend == "triton":

@@ -505,12 +505,12 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(
 # Attention of one token a row
 
 
-# in the interpreter each shape in one dtype
+# in the interpreter each shape in one dtype; more than 1024 keys there: the next test
 ATTENDED = [
     (dtype, shape)
     for place, shape in enumerate(attention.SHAPES)
     for number, dtype in enumerate(SOME.values())
-    if not INTERPRETED or (place + number) % 2
+    if not INTERPRETED or ((place + number) % 2 and shape[3] <= 1024)
 ]
 
 
