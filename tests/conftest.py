@@ -10,7 +10,6 @@ from support.random_models import build
 
 from icl_patch import ContextPatcher
 
-
 # In processes of their own: begun last, they would keep one core busy and the others waiting.
 LONGEST = ("test_in_the_interpreter", "test_on_a_pretended_device", "test_two_ranks")
 
