@@ -260,7 +260,7 @@ def test_the_room_of_a_step() -> None:
 def test_generations_beside_each_other_do_not_mix(traces: list[Any]) -> None:
     others = tokens(5, 2, 7)
     with ContextPatcher(llama(), "stable") as patcher:
-        arguments: dict = {"max_new_tokens": 5, "eos_token_id": None}
+        arguments: dict = {"max_new_tokens": 3, "eos_token_id": None}
         both = (patcher.generate(ids, compile=True, **arguments) for ids in (IDS, others))
         pairs = list(zip(*both, strict=True))
         for place, ids in enumerate((IDS, others)):
