@@ -101,7 +101,7 @@ def test_the_code_of_a_page_runs(
         pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     chat_folder = chat_model(tmp_path / "model")
-    few_steps = static.Distillation(steps=25)
+    few_steps = static.Distillation(steps=60)
     code, namespace = blocks(page, "python"), {"__name__": "__main__", "FEW_STEPS": few_steps}
     for block in code:
         for name in MODELS:
