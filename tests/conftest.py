@@ -10,6 +10,14 @@ from support.random_models import build
 
 from icl_patch import ContextPatcher
 
+# In processes of their own: begun last, they would keep one core busy and the others waiting.
+LONGEST = ("test_in_the_interpreter", "test_on_a_pretended_device", "test_two_ranks")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first."""
+    items.sort(key=lambda item: item.name not in LONGEST)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _threads() -> None:

@@ -3,7 +3,8 @@
 python tools/requirements.py met     # exit 0 if this interpreter meets them, else name the others
 python tools/requirements.py oldest  # the oldest versions allowed, for pip
 python tools/requirements.py newest  # any versions allowed, of which pip takes the newest
-python tools/requirements.py docs    # those of the extra docs, for pip
+python tools/requirements.py peft    # those of a dependency group, for pip: before 25.1 it has no
+                                     # --group
 """
 
 import shutil
@@ -31,6 +32,7 @@ def oldest(requirement: Requirement) -> str:
 
 text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
 project = tomllib.loads(text)
+groups = project["dependency-groups"]
 extras = project["project"]["optional-dependencies"]
 build = project["build-system"]["requires"]
 tests = [name for name in extras["test"] if name.startswith(("matplotlib", "pytest>="))]
@@ -46,7 +48,8 @@ match sys.argv[1:]:
         numpy = ["numpy<2.4"] if age == "oldest" else []
         names = dict.fromkeys(oldest(x) if age == "oldest" else x.name for x in wanted)
         print(*names, *numpy, *build)
-    case ["docs"]:
-        print(*extras["docs"])
+    case [group] if group in groups:
+        print(*groups[group])
     case arguments:
-        sys.exit(f"expected met, oldest, newest or docs, got {' '.join(arguments) or 'nothing'}")
+        known = ", ".join(("met", "oldest", *groups))
+        sys.exit(f"expected {known} or newest, got {' '.join(arguments) or 'nothing'}")

@@ -142,8 +142,13 @@ def test_first_layer_is_the_papers_formula(family: str) -> None:
         assert close(found.rates()[:, 0, 0], (1 / seen[1].square().sum()).expand(5), off)
 
 
-@pytest.mark.parametrize("update", ["stable", "exact"])
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "mixtral", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    ("family", "update"),
+    [
+        *(("gemma3", "stable"), ("gemma3", "exact"), ("gpt2", "exact")),
+        *(("mixtral", "stable"), ("recurrent_gemma", "exact")),
+    ],
+)
 def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> None:
     """With a prefix that stays, several kept tokens, sliding windows, experts and recurrent
     states.

@@ -83,12 +83,16 @@ def in_fp64(shape: RandomModel, ids: Tensor, device: torch.device) -> Tensor:
         return model(ids).logits[:, -1].to(device)
 
 
-@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_a_gpu)], ids=str)
-@pytest.mark.parametrize(
-    ("shape", "batch", "context"),
-    [(QWEN, 3, 7), (GEMMA, 1, 11), (MIXTURE, 1, 7)],
-    ids=["qwen", "gemma", "mixture"],
-)
+SHAPES = {"gemma": (GEMMA, 3, 11), "mixture": (MIXTURE, 1, 7), "qwen": (QWEN, 3, 7)}
+EVERY_WAY = [
+    pytest.param(*shape, device, id=f"{name}-{device}", marks=marks)
+    for device, marks in ((CPU, ()), (CUDA, on_a_gpu))
+    for name, shape in SHAPES.items()
+    if device == CUDA or name != "qwen"  # has nothing that Gemma's has not
+]
+
+
+@pytest.mark.parametrize(("shape", "batch", "context", "device"), EVERY_WAY)
 def test_every_way_says_what_the_model_says(
     shape: RandomModel, batch: int, context: int, device: torch.device
 ) -> None:
@@ -165,7 +169,7 @@ def test_a_saved_model_takes_the_place_of_a_random_one(
 def test_a_whole_answer_has_the_tokens_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer, "NEW", 5)
+    monkeypatch.setattr(answer, "NEW", 3)
     chosen = answer.cases(CPU, quick=False, model=shallow_chat_model(tmp_path / "chat-model"))
     assert [case.name for case in chosen] == ["chat-model float32", "chat-model bfloat16"]
     assert answer.cases(CPU, quick=False) == []

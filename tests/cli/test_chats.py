@@ -40,7 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return shallow_chat_model(tmp_path_factory.mktemp("chat") / "model")
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(WAYS["text"], marks=pytest.mark.stress), *list(WAYS.values())[1:]],
+    ids=WAYS,
+)
 def test_every_command_and_ask_have_one_prompt(
     way: tuple[list[str], dict, str, str],
     folder: str,

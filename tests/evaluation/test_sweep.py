@@ -37,11 +37,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("model_type", FORMS)
 def test_one_type_of_each_form(model_type: str) -> None:
-    """With the features of trained weights in bf16."""
+    """Exact in bf16, with the features of trained weights."""
     prefix, half = sweep.SCENARIOS["prefix"], sweep.SCENARIOS["bf16"]
     model = sweep.build(model_type, {})
-    for update in ("stable", "exact"):
-        assert sweep.measure(model, update, prefix)["result"] == "right"
+    assert sweep.measure(model, "stable", prefix)["result"] == "right"
     first = sweep.prepare(model, torch.bfloat16, realistic=True)
     cell = sweep.measure(model, "exact", half, first)
     assert (cell["result"], cell["misses"]) == ("right", 0)

@@ -40,7 +40,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def steps_of(patcher: ContextPatcher, ids: Any = IDS, **arguments: Any) -> list[GenerationStep]:
-    options = {"max_new_tokens": 5, "eos_token_id": None, "mode": "auto"} | arguments
+    options = {"max_new_tokens": 3, "eos_token_id": None, "mode": "auto"} | arguments
     return list(patcher.generate(ids, **options))
 
 
@@ -96,8 +96,11 @@ def test_a_compiled_step_is_the_eager_one(
     assert not patcher.plans.compiled
 
 
+@pytest.mark.stress
 def test_with_the_whole_compiler() -> None:
-    """Of one layer: g++ takes two seconds for each of a layer's kernels."""
+    """Of one layer: g++ takes two seconds for each of a layer's kernels. With the other tests one
+    compiles an exact step: ``test_eager_operators``.
+    """
     model = llama()
     with pytest.MonkeyPatch.context() as patch, ContextPatcher(model, "stable") as patcher:
         eager = steps_of(patcher)
@@ -257,7 +260,7 @@ def test_the_room_of_a_step() -> None:
 def test_generations_beside_each_other_do_not_mix(traces: list[Any]) -> None:
     others = tokens(5, 2, 7)
     with ContextPatcher(llama(), "stable") as patcher:
-        arguments: dict = {"max_new_tokens": 5, "eos_token_id": None}
+        arguments: dict = {"max_new_tokens": 3, "eos_token_id": None}
         both = (patcher.generate(ids, compile=True, **arguments) for ids in (IDS, others))
         pairs = list(zip(*both, strict=True))
         for place, ids in enumerate((IDS, others)):

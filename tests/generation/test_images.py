@@ -120,8 +120,7 @@ def test_a_compiled_step_goes_on_from_the_positions_of_images(
     assert torch.equal(tokens, own.sequences[:, inputs["input_ids"].shape[1] :])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keep_last", [0, 1])
+@pytest.mark.parametrize(("kind", "keep_last"), zip(KINDS, (0, 1, 0), strict=True))
 def test_verify_replays_behind_images(kind: str, keep_last: int) -> None:
     model, inputs = image_model(kind), ragged_images()
     options = {"max_new_tokens": 4, "keep_last": keep_last}

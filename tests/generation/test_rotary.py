@@ -1,5 +1,6 @@
 """Rotary positions in one operation: which models' steps have them, and whose bits they are."""
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -35,8 +36,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @needs_native
-@pytest.mark.parametrize("family", [*FUSED, *OTHERS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    zip([*FUSED, *OTHERS], cycle([torch.float32, torch.bfloat16]), strict=False),
+    ids=str,
+)
 def test_a_step_has_the_bits_of_a_step_without(
     family: str, dtype: torch.dtype, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

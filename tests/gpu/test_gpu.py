@@ -10,7 +10,7 @@ import torch
 from support.linear_cases import check_linear, check_rows_without_a_patch, linear_case
 from support.numeric import UNIT, normal, on_a_gpu, replay_limit, seeded
 from support.offload import imported_accelerate, results
-from support.random_models import CASES, FAMILIES, build, case, tokens
+from support.random_models import CASES, FAMILIES, build, case, tokens, two_layers
 from support.static import random_examples
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -132,8 +132,8 @@ def test_the_bits_of_one_device_spread_or_offloaded(
     other: str, family: str, update: str, tmp_path: Path
 ) -> None:
     ids = CONTEXT.cuda(), KEPT.cuda()
-    expected, expected_file = results(build(family).cuda(), update, ids, tmp_path / "x")
-    got, file = results(spread(build(family), other), update, ids, tmp_path / "y")
+    expected, expected_file = results(two_layers(family).cuda(), update, ids, tmp_path / "x")
+    got, file = results(spread(two_layers(family), other), update, ids, tmp_path / "y")
     assert file == expected_file
     assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(got, expected, strict=True))
 

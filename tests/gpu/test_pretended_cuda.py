@@ -19,7 +19,7 @@ CHOSEN = (
     " or bits_of_its_replay and float32 and False"
     " or bfloat16 and prefix and gemma3 or matches and gemma3 and stable or between"
     " or every_way_of and llama or every_way_says and qwen or fitted_on_two"
-    " or two_devices and llama and stable or two_devices and gemma3 and exact"
+    " or two_devices and llama and stable"
     " or offloaded and cpu and llama and exact or many_rows"
 )
 

@@ -53,7 +53,7 @@ for dtype, n in itertools.product(FLOATS.values(), (3, 15, 64, 257, 2049)):
     for part in parts:
         digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
 test_native_linear.check_products()
-for dtype, shape in itertools.product((torch.float32, torch.float16), test_attention.SHAPES):
+for dtype, shape in itertools.product((torch.float32, torch.float16), test_attention.SHAPES[1:6:2]):
     test_attention.test_decode_attention(dtype, shape)
 for dtype, shape in itertools.product((torch.float32, torch.bfloat16), test_attention.ROTATED):
     test_attention.test_rotary_embedding(dtype, shape)
@@ -129,7 +129,7 @@ def calls() -> Iterator[tuple[Callable[..., tuple[Tensor, ...]], tuple]]:
 
 
 @needs_native
-@pytest.mark.parametrize("index", range(28))
+@pytest.mark.parametrize("index", range(0, 28, 2))  # of seven calls each in two of four dtypes
 def test_opcheck(index: int) -> None:
     op, arguments = list(calls())[index]
     torch.library.opcheck(op, arguments)

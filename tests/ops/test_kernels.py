@@ -400,7 +400,7 @@ def test_a_launch_is_on_the_device_of_its_inputs(
     assert seen == [index]
 
 
-# Last: it takes longest
+# All of them
 
 
 def test_in_the_interpreter() -> None:

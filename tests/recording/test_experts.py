@@ -16,8 +16,13 @@ from icl_patch.layers.experts import PatchedExperts
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        *(("gpt_oss", implementation) for implementation in IMPLEMENTATIONS),
+        *zip(("mixtral", "qwen2_moe", "deepseek_v3"), IMPLEMENTATIONS, strict=True),
+    ],
+)
 def test_every_implementation_of_the_library(family: str, implementation: str) -> None:
     arguments = case("prefix")
     for dtype, update in ((torch.float32, "direct"), (torch.bfloat16, "exact")):

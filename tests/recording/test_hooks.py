@@ -143,9 +143,9 @@ WATCHED |= dict.fromkeys([("gemma3", "direct"), ("qwen2_moe", "stable")], FEW)
 
 @pytest.mark.parametrize(("family", "update"), WATCHED)
 def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
-    """Every kind on the MLP, and these kinds on every module: right, or refused by name; without it
-    the patcher gives the bits that it gave. Those that watch are on all modules at once: none of
-    them may change anything.
+    """Every kind on the MLP, and of these kinds all on every module, or one if they are few: right,
+    or refused by name; without it the patcher gives the bits that it gave. Those that watch are on
+    all modules at once: none of them may change anything.
     """
     model = tiny_models.build(family, **THREE_BLOCKS.get(family, {"num_hidden_layers": 3}))
     stock, ids = copy.deepcopy(model), IDS % tiny_models.VOCABULARY
@@ -157,9 +157,11 @@ def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
         assert right_or_refused(patcher, unhooked, "no module")
         for handle in watching:
             handle.remove()
-        for path in paths_in(stock):
+        others = [kind for kind in kinds if kind != "watches"]
+        for place, path in enumerate(paths_in(stock)):
+            tried = others if kinds is KINDS else others[place % 3 :][:1]
             for kind, register in KINDS.items():
-                if kind == "watches" or (kind not in kinds and not path.endswith(".mlp")):
+                if kind == "watches" or (kind not in tried and not path.endswith(".mlp")):
                     continue
                 try:
                     expected = with_context(stock, register, path)

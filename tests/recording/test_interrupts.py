@@ -54,7 +54,7 @@ def steps(patcher: ContextPatcher) -> torch.Tensor:
     return torch.stack([step.logits for step in patcher.generate(IDS, max_new_tokens=2)])
 
 
-@pytest.mark.parametrize("update", ["stable", "exact"])
+@pytest.mark.parametrize("update", [pytest.param("stable", marks=pytest.mark.stress), "exact"])
 def test_an_interrupt_while_a_step_leaves_leaves_nothing(update: str) -> None:
     """The model is itself at once, and the patcher goes on: at forty places, one patcher."""
     model = build("llama", num_hidden_layers=2)

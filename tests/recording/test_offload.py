@@ -10,13 +10,13 @@ import pytest
 import torch
 from support.offload import ROOM, WAYS, imported_accelerate, offload, results
 from support.processes import run_python
-from support.random_models import build, tokens
+from support.random_models import build, shallow, tokens
 from support.static import random_examples, random_patch
 from torch import Tensor
 
 from icl_patch import ContextPatcher, ops, verify
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.evaluation import embedded, tiny_models
+from icl_patch.evaluation import embedded
 from icl_patch.layers.device_hooks import device_of, hooks_of
 from icl_patch.models.model_checks import check_block_devices
 from icl_patch.patch.fingerprints import weight_fingerprint
@@ -38,7 +38,7 @@ def unchanged(model: Any) -> Iterator[None]:
     assert state() == before
 
 
-EVERY_WAY = [("llama", update, way) for update in ("direct", "stable", "exact") for way in WAYS]
+EVERY_WAY = [("llama", *pair) for pair in zip(("direct", "stable", "exact"), WAYS, strict=True)]
 EVERY_WRITER = ("gemma3", "gpt2", "phi", "granite", "qwen2_moe", "gpt_oss", "jamba")
 
 
@@ -50,9 +50,8 @@ def test_offloaded_weights_have_the_bits_of_weights_in_memory(
     family: str, update: str, way: str, tmp_path: Path
 ) -> None:
     dtype = torch.bfloat16 if family == "gemma3" else torch.float32
-    model = tiny_models.build(family, dtype=dtype)
-    expected, expected_file = results(model, update, IDS, tmp_path / "x")
-    model = offload(tiny_models.build(family, dtype=dtype), way, tmp_path)
+    expected, expected_file = results(shallow(family, 0, dtype), update, IDS, tmp_path / "x")
+    model = offload(shallow(family, 0, dtype), way, tmp_path)
     with unchanged(model):
         got, file = results(model, update, IDS, tmp_path / "y")
     assert any(x.is_meta for x in model.parameters())
@@ -60,8 +59,7 @@ def test_offloaded_weights_have_the_bits_of_weights_in_memory(
     assert file == expected_file
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "way"), [("gemma3", "disk"), ("llama", "device_map")])
 def test_a_patch_of_one_pass_replays_with_its_bits(
     family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,12 +71,12 @@ def test_a_patch_of_one_pass_replays_with_its_bits(
         return own(*args, **options)
 
     own = ops.rms_norm
-    model = tiny_models.build(family, dtype=torch.bfloat16)
+    model = shallow(family, 0, torch.bfloat16)
     arguments = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
     with ContextPatcher(model) as patcher:
         steps = list(patcher.generate(IDS[0], **arguments))
         patches = [step.patch for step in steps]
-    model = offload(tiny_models.build(family, dtype=torch.bfloat16), way, tmp_path)
+    model = offload(shallow(family, 0, torch.bfloat16), way, tmp_path)
     with unchanged(model), ContextPatcher(model) as patcher:
         monkeypatch.setattr(ops, "rms_norm", counted)
         for step, patch in zip(steps, patches, strict=True):
@@ -88,6 +86,7 @@ def test_a_patch_of_one_pass_replays_with_its_bits(
     assert len(norms) == len(steps) * (of_a_block * model.config.num_hidden_layers + 1)
 
 
+@pytest.mark.stress  # half a minute in a process of its own
 def test_a_model_larger_than_memory(tmp_path: Path) -> None:
     imported_accelerate()
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 11}

@@ -9,40 +9,54 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.offload import imported_accelerate
-from support.ranks import CONTEXT, KEEP_FIRST, KEPT, TIMEOUT, bits_of, launch
+from support.ranks import CONTEXT, KEEP_FIRST, KEPT, TIMEOUT, bits_of, launch, updates_of
 from transformers import AutoModelForCausalLM
 
 from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.evaluation import tiny_models
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-FAMILIES = ("gemma3", "llama")
-UPDATES = ("direct", "stable", "exact")
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+# of as few blocks as give one of two ranks several
+FAMILIES: dict[str, dict] = {
+    "gemma3": {"num_hidden_layers": 3, "layer_types": KINDS},
+    "llama": {"num_hidden_layers": 2},
+}
+
+DIVISIBLE = {"num_key_value_heads": 4, "vocab_size": 100}  # by four ranks
 
 
-def folders(path: Path, families: tuple[str, ...], **changes: Any) -> list[str]:
+def folders(path: Path, families: dict[str, dict], **changes: Any) -> list[str]:
     imported_accelerate()  # which transformers asks for
-    for family in families:
-        tiny_models.build(family, **changes).save_pretrained(path / family)
+    for family, own in families.items():
+        tiny_models.build(family, **own, **changes).save_pretrained(path / family)
     return [str(path / family) for family in families]
 
 
 def check_bits(said: list[list[Any]], saved: list[str], file: Path) -> None:
     """Each rank said what one process computes."""
-    for number, folder in enumerate(saved):
-        for place, update in enumerate(UPDATES):
-            model = AutoModelForCausalLM.from_pretrained(folder).eval()
-            expected = bits_of(model, update, file)
-            for rank in said:
-                assert rank[3 * number + place] == expected, (folder, update)
+    cases = [(folder, update) for folder in saved for update in updates_of(folder)]
+    for place, (folder, update) in enumerate(cases):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        expected = bits_of(model, update, file)
+        for rank in said:
+            assert rank[place] == expected, (folder, update)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
+    """In two processes, which take longer to start than to run."""
     saved = folders(tmp_path, FAMILIES)
-    said = launch(2, "everything", *saved)
+    shared = folders(tmp_path / "shared", FAMILIES, **DIVISIBLE)
+    of_one = made_by_one(shared)
+    said = launch(2, "everything", *saved, *shared)
+    cases = [(folder, update) for folder in saved for update in updates_of(folder)]
     check_bits(said, saved, tmp_path / "file")
-    first, second = (rank[6:] for rank in said)
+    check_shared(2, of_one, [rank[len(cases) :] for rank in said])
+    check_refusals(*(rank[len(cases) + len(of_one) :] for rank in said))
 
+
+def check_refusals(first: list[Any], second: list[Any]) -> None:
+    """What the ranks refuse together, and that one says so if the other dies."""
     refusals = [
         ("RankError", "expected the update to be the same on all ranks, got exact on rank 0 and"),
         ("ValueError", "expected update direct, stable, exact, got 'other' (on rank 0)"),
@@ -51,8 +65,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         ("ValueError", "expected at least one kept token, got kept_ids (2, 0) (on rank 1)"),
         ("ValueError", "expected the kept tokens that the patch was computed for"),
         ("RankError", "expected the call to be the same on all ranks, got forward on rank 0"),
-        ("ControllabilityError", "model.layers.3, row 0, kept token 0: the input h of mlp.down"),
-        ("ControllabilityError", "model.layers.3, row 0, kept token 0: the input h of mlp.down"),
+        ("ControllabilityError", "model.layers.2, row 0, kept token 0: the input h of mlp.down"),
+        ("ControllabilityError", "model.layers.2, row 0, kept token 0: the input h of mlp.down"),
         (
             "UnsupportedModelError",
             "compile does not cover Gemma3ForCausalLM: models split over processes",
@@ -69,12 +83,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert kind == "RankError" and "have lost each other before (a rank does not answer" in text
 
 
-def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> None:
-    sizes = {"num_key_value_heads": 4, "vocab_size": 100}  # divided by four ranks
-    saved = folders(path, families, **sizes)
+def made_by_one(saved: list[str]) -> dict[tuple[str, str], Any]:
+    """Patches and tokens of one process, in the order in which ranks say theirs."""
     of_one: dict[tuple[str, str], Any] = {}
     for folder in saved:
-        for update in UPDATES:
+        for update in updates_of(folder):
             model = AutoModelForCausalLM.from_pretrained(folder).eval()
             with ContextPatcher(model, update) as patcher:
                 patch = patcher.compute(CONTEXT, KEPT, keep_first=KEEP_FIRST)
@@ -82,7 +95,11 @@ def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> 
                 steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
                 tokens = [step.token_ids.tolist() for step in steps]
             of_one[folder, update] = patch, tokens
-    said = launch(count, "tensor_parallel", *saved)
+    return of_one
+
+
+def check_shared(count: int, of_one: dict[tuple[str, str], Any], said: list[list[Any]]) -> None:
+    """What ranks that share a model's matrices said, against one process."""
     for number, (folder, update) in enumerate(of_one):
         words = [rank[number] for rank in said]
         if update == "exact":
@@ -115,18 +132,16 @@ def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> 
                 torch.testing.assert_close(factor, expected[name], rtol=2e-3, atol=2e-4)
 
 
-def test_matrices_shared_by_two_ranks(tmp_path: Path) -> None:
-    check_tensor_parallel(2, tmp_path, ("gemma3", "llama"))
-
-
 @pytest.mark.stress
 def test_matrices_shared_by_four_ranks(tmp_path: Path) -> None:
-    check_tensor_parallel(4, tmp_path, ("gemma2", "qwen2"))
+    saved = folders(tmp_path, {"gemma2": {}, "qwen2": {}}, **DIVISIBLE)
+    of_one = made_by_one(saved)
+    check_shared(4, of_one, launch(4, "tensor_parallel", *saved))
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("count", [3, 4])
 def test_several_ranks(count: int, tmp_path: Path) -> None:
     families = (*FAMILIES, "granite", "qwen3_moe", "olmo3")
-    saved = folders(tmp_path, families)
+    saved = folders(tmp_path, {family: {} for family in families})
     check_bits(launch(count, "bits", *saved), saved, tmp_path / "file")

@@ -54,6 +54,13 @@ def launch(count: int, scenario: str, *arguments: str) -> list[list[Any]]:
     return said
 
 
+def updates_of(folder: str) -> tuple[str, ...]:
+    """Of the model in a folder with its family's name: all, but of a Llama not ``direct``, which is
+    ``stable`` there.
+    """
+    return ("direct", "stable", "exact")[Path(folder).name == "llama" :]
+
+
 def say(word: Any) -> None:
     print(json.dumps(word), flush=True)
 
@@ -94,7 +101,7 @@ def tensor_parallel(*folders: str) -> None:
     a file of one process for each update.
     """
     for folder in folders:
-        for update in ("direct", "stable", "exact"):
+        for update in updates_of(folder):
             say(shared_matrices(folder, update))
 
 
@@ -173,8 +180,12 @@ def error_of(work: Callable[[], Any]) -> list[str]:
 
 
 def everything(*folders: str) -> None:
-    """:func:`bits`, :func:`refusals` and :func:`death`."""
-    bits(*folders)
+    """:func:`bits` of one half of the folders, :func:`tensor_parallel` of the other,
+    :func:`refusals` and :func:`death`.
+    """
+    half = len(folders) // 2
+    bits(*folders[:half])
+    tensor_parallel(*folders[half:])
     refusals(folders[0])
     death(folders[0])
 
@@ -182,7 +193,7 @@ def everything(*folders: str) -> None:
 def bits(*folders: str) -> None:
     """Every update of every model in the folders, split by pipeline."""
     for folder in folders:
-        for update in ("direct", "stable", "exact"):
+        for update in updates_of(folder):
             model = load(folder, pp_size=COUNT)
             say(bits_of(model, update, Path(f"{folder}/{RANK}.safetensors")))
 
