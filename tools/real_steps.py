@@ -264,14 +264,14 @@ def measure(
                     yield about | count(patcher, way, batch, expected[way])
 
 
-def failures(counts: list[dict[str, Any]], least: int) -> list[str]:
+def failures(counts: list[dict[str, Any]], least: int, roundings: float = ROUNDINGS) -> list[str]:
     """What is not as promised, a line each: all bits, here and from files, with nothing but
-    rounding to correct; ``least`` tokens in each dtype.
+    ``roundings`` to correct; ``least`` tokens in each dtype.
     """
     tokens, lines = Counter[str](), []
     for each in counts:
         tokens[each["dtype"]] += each["tokens"]
-        rounding = ROUNDINGS * torch.finfo(getattr(torch, each["dtype"])).eps
+        rounding = roundings * torch.finfo(getattr(torch, each["dtype"])).eps
         if not (
             each["tokens"] == each["identical"] > 0
             and each["saved"] == each["saved_identical"]
