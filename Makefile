@@ -73,7 +73,7 @@ real: $(RUN) $(if $(MODEL),,build/gguf) ## exact patches on a real model, 5,000 
 	$(RUN) examples/papers/real_experiments.py "$$model" $(if $(MODEL)$(REAL),$(if $(REAL),--quick),--out docs/papers) && \
 	$(RUN) examples/papers/real_protocol.py "$$model" $(if $(MODEL)$(REAL),$(if $(REAL),--quick),--out docs/papers)
 
-discussion: $(RUN) $(if $(MODEL),,build/gguf) ## what the papers' discussions leave open, on a real model, in minutes; MODEL=FOLDER: another model, whose blocks end in a matrix
+discussion: $(RUN) $(if $(MODEL),,build/gguf) ## what the papers' discussions leave open, on a real model, in minutes; MODEL=FOLDER: another model
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
 	OMP_NUM_THREADS=1 $(RUN) examples/papers/discussion.py "$$model" $(if $(MODEL),,--out docs/papers)
 

@@ -4,6 +4,7 @@ dtype, and 0 bits that differ.
     make real                                 # on SmolLM2-135M-Instruct
     make real MODEL=FOLDER                    # on another model
     make real REAL=--short                    # few tokens, into build/real
+    build/python tools/real_steps.py FOLDER --wide    # most tokens in 32 rows, in one pass alone
     build/python tools/real_steps.py FOLDER --device cuda
 
 The tokens come in 1, 3 and 8 rows, padded and not, after contexts of 20 to 4,000 tokens of the
@@ -19,7 +20,7 @@ import copy
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,7 @@ from transformers import DynamicCache
 from icl_patch import ContextPatch, ContextPatcher, batch_invariant
 from icl_patch.bench.results import code_fingerprint, environment
 from icl_patch.evaluation.loading import load_model
+from icl_patch.evaluation.verify import ROUNDINGS
 from icl_patch.models.forward import cache_name
 from icl_patch.models.language_model import position_limit
 
@@ -41,7 +43,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "build" / "real"
 DTYPES = ("float16", "float32", "bfloat16")
 LEAST = 5000  # tokens in each dtype
-ROUNDINGS = 16  # limit of reader errors and corrections, in spacings of the dtype, as in verify
 SAVE_EVERY, MAX_FILE = 8, 256 * 2**20
 ONE_PASS = "one pass"
 """A step of ``generate``. Reference: the model's step in ``batch_invariant``."""
@@ -64,6 +65,16 @@ class Case(NamedTuple):
     steps: int
 
 
+WIDE = [  # 32 rows take little longer than 8
+    Case("sources", 32, 20, True, 48),
+    Case("pages", 32, 16, False, 48),
+    Case("pages", 3, 200, True, 32),
+    Case("pages", 1, 700, False, 24),
+    Case("sources", 8, 60, False, 48),
+    Case("pages", 32, 40, True, 48),
+    Case("sources", 1, 1500, False, 24),
+    Case("pages", 1, 4000, False, 24),
+]
 SHORT = [
     Case("sources", 1, 100, False, 40),
     Case("pages", 3, 40, True, 16),
@@ -127,8 +138,8 @@ def batch_of(case: Case, number: int, tokenizer: Any) -> Batch:
 
 
 @torch.no_grad()
-def references(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """The logits (B, N, V) of the three ways, of a model that nothing is attached to."""
+def references(model: Any, batch: Batch, ways: Sequence[str] = WAYS) -> dict[str, Tensor]:
+    """The logits (B, N, V) of the ways, of a model that nothing is attached to."""
     mask = torch.cat([batch.mask, torch.ones_like(batch.kept_mask[:, 1:])], 1)
     start = batch.ids.shape[1] - 1
     cache = DynamicCache(config=model.config)
@@ -140,12 +151,16 @@ def references(model: Any, batch: Batch) -> dict[str, Tensor]:
             logits.append(call(model, token, mask[:, : start + step + 1], own))
         return torch.cat(logits, 1)
 
-    two_passes = step_by_step()
-    with batch_invariant(model, attention=False):
-        one_pass = step_by_step()
-    kept = torch.cat([batch.mask[:, :-1], batch.kept_mask], 1)
-    together = call(model, batch.current, kept, copy.deepcopy(cache))
-    return dict(zip(WAYS, (one_pass, two_passes, together), strict=True))
+    def one_pass() -> Tensor:
+        with batch_invariant(model, attention=False):
+            return step_by_step()
+
+    def together() -> Tensor:
+        kept = torch.cat([batch.mask[:, :-1], batch.kept_mask], 1)
+        return call(model, batch.current, kept, copy.deepcopy(cache))
+
+    run = {ONE_PASS: one_pass, TWO_PASSES: step_by_step, COMPUTE: together}
+    return {way: run[way]() for way in ways}
 
 
 def call(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache, **further: Any) -> Tensor:
@@ -225,7 +240,12 @@ def replayed_from_file(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
 
 
 def measure(
-    folder: Path, dtype: str, device: torch.device, cases: list[Case], done: set[Any]
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    cases: list[Case],
+    ways: Sequence[str],
+    done: set[Any],
 ) -> Iterator[Any]:
     """The counts of every case and way that is not done."""
     (plain, tokenizer), (attached, _) = (
@@ -236,9 +256,9 @@ def measure(
         for number, case in enumerate(cases):
             if case.context + case.steps > position_limit(plain):
                 print(f"left out, beyond the model's positions: {case}", file=sys.stderr)
-            elif missing := [way for way in WAYS if (dtype, way, *case) not in done]:
+            elif missing := [way for way in ways if (dtype, way, *case) not in done]:
                 batch = Batch(*(x.to(device) for x in batch_of(case, number, tokenizer)))
-                expected = references(plain, batch)
+                expected = references(plain, batch, missing)
                 for way in missing:
                     about = {"dtype": dtype, "way": way, "case": case}
                     yield about | count(patcher, way, batch, expected[way])
@@ -251,7 +271,7 @@ def failures(counts: list[dict[str, Any]], least: int) -> list[str]:
     tokens, lines = Counter[str](), []
     for each in counts:
         tokens[each["dtype"]] += each["tokens"]
-        rounding = ROUNDINGS * torch.finfo(getattr(torch, each["dtype"])).eps
+        rounding = ROUNDINGS[each["dtype"]] * torch.finfo(getattr(torch, each["dtype"])).eps
         if not (
             each["tokens"] == each["identical"] > 0
             and each["saved"] == each["saved_identical"]
@@ -269,21 +289,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("model", type=Path, help="a folder with a model and its tokenizer")
     parser.add_argument("--short", action="store_true", help="few tokens")
+    parser.add_argument("--wide", action="store_true", help="most in 32 rows, in one pass alone")
     parser.add_argument("--device", type=torch.device, default="cpu", help="cpu by default")
     parser.add_argument("--dtype", choices=DTYPES, help="one of them; else all, one by one")
     parser.add_argument("--out", type=Path, help="the file for the counts, as JSON")
     options = parser.parse_args(arguments)
-    folder, cases = options.model.resolve(), SHORT if options.short else CASES
+    folder = options.model.resolve()
+    cases = SHORT if options.short else WIDE if options.wide else CASES
+    ways = (ONE_PASS,) if options.wide else WAYS
     PARTS.mkdir(parents=True, exist_ok=True)
     where = "" if options.device.type == "cpu" else f"-{options.device.type}"
-    name = f"{folder.name}-{code_fingerprint()}{where}{'-short' * options.short}"
+    name = f"{folder.name}-{code_fingerprint()}{where}"
     kept = PARTS / f"{name}.jsonl"
     kept.touch()
     counts = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
     done = {(each["dtype"], each["way"], *each["case"]) for each in counts}
     with kept.open("a", encoding="utf-8") as file:
         for dtype in [options.dtype] if options.dtype else DTYPES:
-            for each in measure(folder, dtype, options.device, cases, done):
+            for each in measure(folder, dtype, options.device, cases, ways, done):
                 counts.append(each)
                 print(json.dumps(each), file=file, flush=True)
                 print(dtype, each["way"], each["case"], file=sys.stderr, flush=True)

@@ -4,8 +4,8 @@
     python examples/papers/discussion.py --redraw --out docs/papers  # from its numbers
     python examples/papers/discussion.py FOLDER --quick              # few prompts
 
-The folder holds a causal language model whose blocks end in a matrix, and its tokenizer. fp32 on
-the CPU; minutes.
+The folder holds a causal language model and its tokenizer. Steering vectors, and what is measured
+with them, are left out where blocks do not end in a matrix or a bias. fp32 on the CPU; minutes.
 """
 
 import copy
@@ -32,6 +32,8 @@ from icl_patch.analysis.steering import (
 )
 from icl_patch.analysis.transfer import on_other_weights
 from icl_patch.evaluation.loading import load_model
+from icl_patch.models.block_detection import blocks_of
+from icl_patch.models.block_spec import Writer
 from icl_patch.models.forward import cache_name
 
 STEPS = (0, 1, 4, 16, 64)
@@ -51,7 +53,8 @@ def _mean(values: Sequence[float]) -> float:
 class Discussion:
     """The four measurements on one model.
 
-    chosen: the prompts, one a context. steps: of fine-tuning.
+    chosen: the prompts, one a context. steps: of fine-tuning. steers: whether its patches have
+    steering vectors.
     """
 
     def __init__(self, folder: Path, quick: bool) -> None:
@@ -59,6 +62,9 @@ class Discussion:
         groups = 1 if quick else 6
         sizes = {"passage": (groups, 1, 0), "few-shot": (groups, 1, 0)}
         self.chosen = prompts(self.tokenizer, sizes)
+        self.steers = all(
+            block.spec.writer in (Writer.WEIGHT, Writer.BIAS) for block in blocks_of(self.model)
+        )
         # attention rests on the first token: without it all sums would be of that effect alone
         bos = self.tokenizer.bos_token_id
         self.first = [self.chosen[0].context[0] if bos is None else bos]
@@ -149,7 +155,7 @@ class Discussion:
         rows = []
         before = [x.detach().clone() for x in self.model.parameters()]
         for step, model in self._tuned():
-            distance: dict[str, list[float]] = {"none": [], "patch": [], "steering": []}
+            distance: dict[str, list[float]] = {}
             changed = [x.detach() - y for x, y in zip(model.parameters(), before, strict=True)]
             size = torch.stack([x.norm() for x in changed]).norm()
             whole = torch.stack([x.norm() for x in before]).norm()
@@ -160,10 +166,12 @@ class Discussion:
                 ]
             for prompt, patch, replayed in zip(self.chosen, patches, replays, strict=True):
                 got = {"patch": replayed, "none": self.alone(model, patch)}
-                got["steering"] = self.alone(model, patch, steering_vectors(patch))
+                if self.steers:
+                    got["steering"] = self.alone(model, patch, steering_vectors(patch))
                 expected = self.logits(model, prompt, prompt.context)
                 for name, found in got.items():
-                    distance[name].append(float(metrics.total_variation(found, expected).mean()))
+                    value = float(metrics.total_variation(found, expected).mean())
+                    distance.setdefault(name, []).append(value)
             means = {name: _mean(x) for name, x in distance.items()}
             rows.append({"steps": step, "weights": float(size / whole), **means})
         return rows
@@ -213,24 +221,27 @@ class Discussion:
             parts = [self.patch(prompt, first), self.patch(prompt, second)]
             for key, chosen in (("sum", parts), ("its own", parts[1:])):
                 for name, value in additivity(whole, chosen).items():
-                    kind = name.rpartition(".mlp.")[2]
-                    rest[key].setdefault(kind, []).append(float(value.mean()))
+                    kind, changed = ".".join(name.split(".")[-2:]), value[value.isfinite()]
+                    if len(changed):  # elsewhere the whole context changes nothing
+                        rest[key].setdefault(kind, []).append(float(changed.mean()))
             expected = self.logits(self.model, prompt, first, second)
-            vectors = steering_vectors(parts[0]) + steering_vectors(parts[1])
-            for name, got in (
-                ("none", self.alone(self.model, whole)),
-                ("its own", self.logits(self.model, prompt, second)),
-                ("the other", self.logits(self.model, prompt, first)),
-                ("swapped", self.logits(self.model, prompt, second, first)),
-                ("sum", self.alone(self.model, whole, vectors)),
-            ):
+            found = {
+                "none": self.alone(self.model, whole),
+                "its own": self.logits(self.model, prompt, second),
+                "the other": self.logits(self.model, prompt, first),
+                "swapped": self.logits(self.model, prompt, second, first),
+            }
+            if self.steers:
+                vectors = steering_vectors(parts[0]) + steering_vectors(parts[1])
+                found["sum"] = self.alone(self.model, whole, vectors)
+            for name, got in found.items():
                 value = float(metrics.total_variation(got, expected).mean())
                 distance.setdefault(name, []).append(value)
         return {
             "pairs": len(self.chosen),
             "rest": {
-                key: {name: _mean(values) for name, values in found.items()}
-                for key, found in rest.items()
+                key: {name: _mean(values) for name, values in missed.items()}
+                for key, missed in rest.items()
             },
             "distance": {name: _mean(values) for name, values in distance.items()},
         }
@@ -248,7 +259,7 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
         "kept_tokens": sum(len(prompt.question) for prompt in found.chosen),
         "rate": RATE,
         "chunk": CHUNK,
-        "steering": found.steering(),
+        **({"steering": found.steering()} if found.steers else {}),
         "transfer": found.transfer(),
         "attribution": found.attribution(),
         "composition": found.composition(),

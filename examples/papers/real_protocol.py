@@ -228,7 +228,8 @@ def style(curve: Numbers) -> Numbers:
 
 def page(out: Path, *further: str) -> Page:
     """The page on the models whose numbers are in a folder, and on further ones."""
-    names = sorted({path.stem for path in out.glob("protocol-*.json")} | {*further})
+    found = {path.stem for path in out.glob("protocol-*.json")} | {*further}
+    names = sorted(found, key=str.lower)
     return Page("figures-3-and-4", names, dict.fromkeys(names, figure))
 
 

@@ -49,8 +49,9 @@ from icl_patch.recording.passes import Computation
 from icl_patch.recording.sequences import check_context, switches
 from icl_patch.tolerances import noise_limit
 
-# Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
-_ROUNDINGS = 16
+# Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon. In
+# fp32 they add up: 26 units in the worst of 5,212 tokens of Gemma 3 270M.
+ROUNDINGS = {"float32": 64, "bfloat16": 16, "float16": 16}
 # Dtypes in which direct and stable promise an error limit.
 _PROMISED = ("float32", "float64")
 # A larger noise floor is not rounding: the model contradicts itself from call to call. In bf16 and
@@ -175,7 +176,7 @@ class VerifyReport:
 
     def _failure_of_bits(self) -> str | None:
         """What an exact update misses."""
-        rounding = _ROUNDINGS * torch.finfo(getattr(torch, self.dtype)).eps
+        rounding = ROUNDINGS[self.dtype] * torch.finfo(getattr(torch, self.dtype)).eps
         if not self.bit_identical == self.token_match == self.blocks_bit_identical == 1.0:
             return "a bit differs"
         if not self.reader_error_max <= rounding:

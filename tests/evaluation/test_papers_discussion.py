@@ -60,22 +60,38 @@ def test_the_conclusions_hold(committed: dict[str, Any]) -> None:
     assert both["distance"]["its own"] < both["distance"]["sum"]
 
 
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("llama", {"num_hidden_layers": 2}),
+        pytest.param("gemma3", {}, marks=pytest.mark.stress),  # its blocks end in a scale
+    ],
+)
 def test_the_script_runs_on_a_small_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    layers: dict[str, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer = embedded.load()[1]
     folder = tmp_path / "small"
-    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
-    build("llama", vocab_size=len(tokenizer), **sizes).save_pretrained(folder)
+    model = build(family, vocab_size=len(tokenizer), max_position_embeddings=2048, **layers)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     assert discussion.main([str(folder), "--quick", "--out", str(tmp_path)]) == 0
     numbers = json.loads((tmp_path / "discussion.json").read_text("utf-8"))
-    assert max(numbers["steering"]["error"].values()) < 1e-4
     first, second = numbers["transfer"]
     assert first["weights"] == 0 < second["weights"]
-    assert max(first["patch"], first["steering"]) < 1e-4 < first["none"]
-    assert (tmp_path / "discussion.md").read_text("utf-8").startswith("# What the papers'")
+    assert first["patch"] < 1e-4 < first["none"]
+    page = (tmp_path / "discussion.md").read_text("utf-8")
+    assert page.startswith("# What the papers'")
+    if family == "gemma3":
+        assert "steering" not in numbers and "steering" not in page.partition("## Patches")[2]
+        return
+    assert max(numbers["steering"]["error"].values()) < 1e-4
+    assert first["steering"] < 1e-4
     with pytest.raises(SystemExit):
         discussion.main(["--quick", "--redraw", str(folder)])
     assert "expected a folder, or --redraw" in capsys.readouterr().err

@@ -114,7 +114,15 @@ def test_the_statements_have_the_numbers_of_the_page() -> None:
     exact = json.loads(
         (RESULTS.parent / "data" / "real-exact-gemma-3-270m.json").read_text("utf-8")
     )
-    tokens = sum(each["tokens"] for each in exact["counts"])
-    assert f"So have {tokens} more tokens" in " ".join(
-        (RESULTS / "figures-3-and-4.md").read_text("utf-8").split()
+    low, full = (
+        sum(each["tokens"] for each in exact["counts"] if each["dtype"] == dtype)
+        for dtype in ("bfloat16", "float32")
     )
+    text = f"So have {low + full} more tokens, {full} in fp32 and {low} in bf16, of 1 to 32 rows"
+    page = " ".join((RESULTS / "figures-3-and-4.md").read_text("utf-8").split())
+    assert text in page
+    corrections = (x["correction"] for x in exact["counts"] if x["dtype"] == "float32")
+    worst = max(corrections) / torch.finfo(torch.float32).eps
+    assert f"correction in fp32 is {worst:.1f} units" in page
+    assert {each["case"][1] for each in exact["counts"]} == {1, 3, 8, 32}
+    assert max(each["case"][2] for each in exact["counts"]) == 700
