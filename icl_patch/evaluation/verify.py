@@ -49,8 +49,8 @@ from icl_patch.recording.passes import Computation
 from icl_patch.recording.sequences import check_context, switches
 from icl_patch.tolerances import noise_limit
 
-# Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon. In
-# fp32 they add up: 26 units in the worst of 5,212 tokens of Gemma 3 270M.
+# Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
+# In fp32 they add up: 26 units in the worst of 5,212 tokens of Gemma 3 270M.
 ROUNDINGS = {"float32": 64, "bfloat16": 16, "float16": 16}
 # Dtypes in which direct and stable promise an error limit.
 _PROMISED = ("float32", "float64")
