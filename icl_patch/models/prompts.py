@@ -123,7 +123,10 @@ def chat_text(
             " out chat and system, and give the context as text"
         )
     messages = _messages(question)
-    cure = ""
+    cure = (
+        ". Leave out chat and system, and give as text what the template would write: the context,"
+        " and the question with the turn behind it"
+    )
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
         cure = (

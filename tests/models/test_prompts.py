@@ -256,6 +256,11 @@ REFUSED = {
         "messages of system, user, got one that refuses them: System role not supported. Give the"
         r" system message as the context of a chat, context=\.\.\. with chat=True",
     ),
+    "no chat without a system message": (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}",
+        {"question": "q", "system": "a"},
+        "messages of user, got one that refuses them: no system message. Leave out chat and system",
+    ),
     "system left out": (
         "{{ messages[-1].content }}",
         {"question": "q", "system": "be brief"},
