@@ -172,8 +172,8 @@ def test_the_page_has_the_measured_memory() -> None:
     found = json.loads((root / "data" / "offload-memory.json").read_text())
     memory, disk = found["memory"], found["disk"]
     sentence = (
-        f"on {found['model']} in fp32, with {memory['weights']} MiB of weights and"
-        f" {memory['largest_weight']} MiB in the largest, loading it and making a patch took"
-        f" {disk['growth']} MiB from disk, and {memory['growth']} MiB with the weights in memory"
+        f"{found['model']} in fp32 has {memory['weights']} MiB of weights. Loading it and making a"
+        f" patch needed {disk['growth']} MiB from disk, and {memory['growth']} MiB with the weights"
+        " in memory."
     )
     assert sentence in " ".join((root / "scale.md").read_text().split())
