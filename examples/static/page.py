@@ -77,8 +77,8 @@ first choice. Both are means over seeds:
 One patch covers 32 statements that contradict true facts. The fit uses a question and a paraphrase
 of each. The table shows the percentage of prompts that get the new answer. *Weak* are the 16 facts
 that the model believes least without the statement, and *strong* the 16 that it believes most.
-*Neighbours* are prompts about other facts; here the percentage counts prompts where no token of the
-answer changes its first choice:
+*Neighbours* are prompts about other facts. The percentage counts those at which the first choice
+stays the same for each token of the answer:
 """,
     "kept": """
 ## Unrelated prompts
