@@ -179,8 +179,8 @@ class ContextPatcher:
         attention_mask: Tensor | None = None,
         **model_inputs: Any,
     ) -> ContextPatch:
-        """Compute the change of weights that replaces the context: with it the model computes on the
-        kept tokens alone what it computes without it on ``[context, kept]``.
+        """Compute the change of weights that replaces the context: with it, the model computes on
+        the kept tokens alone what it computes without it on ``[context, kept]``.
 
         Args:
             context_ids: (B, C) int64, left-padded.
@@ -297,7 +297,8 @@ class ContextPatcher:
                 patch was computed.
             ReplayMismatch: this machine rounds differently from the one that made the patch, for
                 example on another processor, so far that the patch has another effect. If only some
-                bits of an exact patch differ, an :class:`icl_patch.errors.ExactnessWarning` says so.
+                bits of an exact patch differ, there is an
+                :class:`icl_patch.errors.ExactnessWarning` instead.
             ValueError: the tokens are not those of the patch, or the patch is a part that cannot be
                 replayed.
             TypeError: ``model_inputs`` are given, or ``patch`` is not a patch.
@@ -358,9 +359,9 @@ class ContextPatcher:
         Args:
             patch: a patch of this model.
             row, token: the kept token whose change is applied; by default the last token of the
-                first row. With ``token=None`` every kept token of every row has its own change. Then
-                call the model with all of them at once, with a cache of ``patch.prefix_ids`` if
-                tokens stay in front.
+                first row. With ``token=None`` every kept token of every row has its own change.
+                Then call the model with all of them at once, with a cache of ``patch.prefix_ids``
+                if tokens stay in front.
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
