@@ -59,8 +59,8 @@ def _permissions(target: Path) -> int | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove a folder's temporary files that nobody has written to for ten minutes: killed processes
-    left them.
+    """Remove a folder's temporary files that nobody has written to for ten minutes; they are left
+    over from killed processes.
     """
     for leftover in folder.glob(f"{_MARK}*"):
         with suppress(FileNotFoundError):  # another process removes them too

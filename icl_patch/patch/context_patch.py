@@ -108,8 +108,8 @@ class ContextPatch:
             absorbed one; left-padded.
         logits: (B, T, V) with the context, or None, since they are not saved. They are those of the
             unmodified model if the patch took two passes, and of the context stream if it took one.
-        digest: a digest of the logits of the patch's first replay; later replays are compared with
-            it. None without such a replay. See :attr:`replay_digest`.
+        digest: a digest of the logits of a replay on the machine that made the patch; later replays
+            are compared with it. None without such a replay. See :attr:`replay_digest`.
         report: the diagnostics; None for a loaded patch.
         weights: the model's weights, which :meth:`save` hashes again; None if the patch was loaded
             or copied.
@@ -144,8 +144,8 @@ class ContextPatch:
 
     @property
     def replay_digest(self) -> LogitDigest | None:
-        """The digest, with bits if a replay should have the same bits. None if factors or tokens have
-        changed since the digest was taken, so that the replay is another one.
+        """The digest, with bits if a replay should have the same bits. None if factors or tokens
+        have changed since the digest was taken, so that the replay is another one.
         """
         digest = self._valid_digest
         return digest and digest.hashed(self.logits)
@@ -237,8 +237,8 @@ class ContextPatch:
         return part.with_digest(digest.part(rows, tokens, same_rows and kept == all_tokens))
 
     def of_token(self, row: int, token: int) -> list[dict[str, Tensor]]:
-        """The factors (width,) of one kept token in every layer. Negative numbers count from the end
-        of the row's tokens.
+        """The factors (width,) of one kept token in every layer. Negative numbers count from the
+        end of the row's tokens.
 
         Raises:
             ValueError: there is no such row or kept token.
