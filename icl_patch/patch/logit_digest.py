@@ -70,7 +70,7 @@ class LogitDigest:
         return replace(self, bits=row_hashes(logits))
 
     def part(self, rows: slice, tokens: slice, identical: bool) -> "LogitDigest":
-        """The digest of some rows and tokens. identical: whether a replay of them has the same bits."""
+        """The digest of some rows and tokens. identical: whether their replay has the same bits."""
         names = ("argmax", "largest", "size", "bits")
         cut = {name: x[rows, tokens] for name in names if (x := getattr(self, name)) is not None}
         if not identical:
@@ -92,7 +92,8 @@ class LogitDigest:
             (max l' - l'_a) / max |l|                      by which another token is ahead now
 
         About the first one: no element of l is above ``l_a``, so the element that is the largest
-        now has grown by ``max l' - l_a`` or more. Two NaN are equal; NaN on one side gives infinity.
+        now has grown by ``max l' - l_a`` or more. Two NaN are equal. NaN on one side gives
+        infinity.
         """
         there, now = self.largest.double(), logits.amax(-1).double()
         same = logits.gather(-1, self.argmax.clamp(min=0).unsqueeze(-1)).squeeze(-1).double()
