@@ -1,5 +1,5 @@
-"""The file format of a patch: reading, writing and checking its header and tensors, and checking that
-a patch fits a model.
+"""The file format of a patch: reading, writing and checking its header and tensors. Also the check
+that a patch fits a model.
 """
 
 import hashlib

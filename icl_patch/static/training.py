@@ -85,8 +85,8 @@ class Training:
     """Trains factors towards the smallest loss on held-out targets.
 
     The loss of a step is the mean KL(with context ‖ patched) over the answers' tokens of its
-    questions, plus κ times KL(unpatched ‖ patched) over tokens of its preserved texts. A measurement
-    doubles κ if the preserved texts have moved by more than half of the allowed KL.
+    questions, plus κ times KL(unpatched ‖ patched) over tokens of its preserved texts. A
+    measurement doubles κ if the preserved texts have moved by more than half of the allowed KL.
 
     Args:
         student: the model in the dtype of the passes, unpatched.
