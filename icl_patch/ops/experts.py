@@ -1,4 +1,4 @@
-"""Few rows through the experts that each of them has chosen."""
+"""Linear maps of few rows by the experts that each row has chosen."""
 
 import torch
 from torch import Tensor

@@ -8,8 +8,8 @@ from icl_patch.ops.dispatch import Op, native_takes, triton_for
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """``act(gate) ⊙ up``. The activation is computed in fp32 and rounded to the model's dtype, as in
-    its module. The product is rounded again.
+    """``act(gate) ⊙ up``. The activation is computed in fp32 and rounded to the model's dtype, as
+    its module does. The product is rounded again.
 
     Args:
         gate, up: (M, N) float, both of one dtype, any strides. They may be the halves of one fused

@@ -78,8 +78,8 @@ def low_rank_term(z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None) 
 def add_low_rank(
     y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """``y + Σ_r (z·v_r) u_r``, accumulated in fp32 (fp64 if an input is fp64) and rounded once. Rows
-    without a patch stay ``y``.
+    """``y + Σ_r (z·v_r) u_r``, accumulated in fp32 (fp64 if an input is fp64) and rounded once.
+    Rows without a patch stay ``y``.
     """
     patched = (y + low_rank_term(z, u, v, index)).to(out_dtype)
     return (
@@ -119,7 +119,7 @@ def expert_linear(
 
 
 def read_direction(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``v = z/‖z‖²`` and ``1/‖z‖²``; both are 0 if v does not exist or exceeds the dtype's range."""
+    """``v = z/‖z‖²`` and ``1/‖z‖²``; both are 0 if v does not exist or overflows the dtype."""
     wide = z.double()
     norm2 = wide.square().sum(-1, keepdim=True)
     limits = torch.finfo(dtype)
