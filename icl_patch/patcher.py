@@ -311,8 +311,8 @@ class ContextPatcher:
         check_inputs(self.model, model_inputs.keys() & OUTPUTS)
         if model_inputs:
             raise TypeError(
-                f"expected kept tokens alone, got {', '.join(model_inputs)} too: leave it out. The"
-                " patch has its prefix, and the effect of all that compute was given"
+                f"expected only kept tokens, got {', '.join(model_inputs)} too: leave it out. The"
+                " patch includes its prefix and the effect of all inputs of compute"
             )
         self.attached_model.attachment.check_outside()
         with self.attached_model.attachment.exclusive():

@@ -214,8 +214,8 @@ class ContextPatch:
             raise ValueError(f"expected layers in increasing order, got {layers}")
         if 0 in cut["kept_ids"].shape or not chosen:
             raise ValueError(
-                f"expected rows, tokens and layers that leave something, got {rows}, {tokens},"
-                f" {layers} of {self!r}"
+                f"expected at least one row, token and layer, got {rows}, {tokens}, {layers} of"
+                f" {self!r}"
             )
         kept = range(self.kept_ids.shape[1])[tokens]
         whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
@@ -330,9 +330,9 @@ class ContextPatch:
         check = None if self.weights is None else self.weights.check()
         if check is not None and check.fingerprint != self.info.fingerprint:
             raise FingerprintMismatch(
-                f"expected {self.info.model} with the weights that the patch names "
-                f"({self.info.fingerprint[:12]}…), got it with others ({check.fingerprint[:12]}…): "
-                "they have changed before or after it was computed. Compute it again, then save it"
+                f"expected {self.info.model} with the weights of the patch "
+                f"({self.info.fingerprint[:12]}…), got other weights ({check.fingerprint[:12]}…): "
+                "they changed before or after its computation. Compute it again, then save it"
             )
 
     @classmethod
@@ -380,9 +380,8 @@ class ContextPatch:
                 near = numbers and math.isclose(found, expected, rel_tol=2.0**-40)
                 if found != expected and not near:
                     raise PatchFormatError(
-                        f"expected a patch of blocks as this version reads them, with {name}"
-                        f" {expected} in {block.path}, got one with {found}: compute the patch"
-                        " again"
+                        f"expected a patch of blocks with {name} {expected} in {block.path}, as"
+                        f" this version reads them, got one with {found}: compute the patch again"
                     )
 
     def check_tokenizer(self, fingerprint: str) -> None:

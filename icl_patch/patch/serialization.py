@@ -124,7 +124,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PatchFormatError(
             "expected a safetensors file (pickle is refused) with a JSON object under 'icl_patch'"
-            f" in its metadata, got {path}: it is damaged, or no patch ({error!r:.200})"
+            f" in its metadata, got {path}: it is damaged or not a patch ({error!r:.200})"
         ) from error
     if number != FORMAT:
         raise PatchFormatError(
@@ -134,7 +134,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
     digest = _digest(*_around(content, expected))
     if digest != expected:
         raise PatchFormatError(
-            f"expected a file with the SHA-256 that it names, {expected[:12]}…, got {path} with"
+            f"expected a file with the SHA-256 in its header, {expected[:12]}…, got {path} with"
             f" {digest[:12]}…: it is damaged. Copy it again, or compute the patch again"
         )
     return header, safetensors.torch.load(content)

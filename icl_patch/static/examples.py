@@ -54,7 +54,7 @@ class Example:
         if not self.with_context or not self.without or self.answer == ():
             lengths = len(self.with_context), len(self.without)
             raise ValueError(
-                f"expected two prompts and perhaps an answer, none of them empty, got {lengths[0]}"
+                f"expected two prompts and an optional answer, none of them empty, got {lengths[0]}"
                 f" and {lengths[1]} tokens and the answer {self.answer}"
             )
 

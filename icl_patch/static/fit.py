@@ -252,8 +252,8 @@ def _check_rows(
     """
     if any(isinstance(text, str) or not len(text) for text in texts):
         raise ValueError(
-            "expected ids of texts to preserve, at least one each, got text or none:"
-            " static.documents gives them"
+            "expected ids of texts to preserve, at least one id in each, got a string or no ids:"
+            " static.documents returns ids"
         )
     for text in texts:
         check_row(model, text, 1)

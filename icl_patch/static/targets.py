@@ -74,7 +74,7 @@ def _targets(student: Student, rows: Sequence[tuple[Tokens, Tokens, int, Tokens]
             own = hidden[len(teacher) - count : len(teacher)].clone()
             if not own.isfinite().all():
                 raise ValueError(
-                    "expected finite activations, got NaN or infinity behind the last block in the"
+                    "expected finite activations, got NaN or infinity after the last block in the"
                     " run with the context"
                 )
             asked = torch.arange(len(ids) - count, len(ids), device=device)
