@@ -60,9 +60,9 @@ def _check_same(name: str, got: Tensor | None, expected: Tensor, where: Tensor) 
 class ContextPatcher:
     """Turns contexts into changes of a model's weights.
 
-    Attaching swaps the readers and writers of every block for patched modules, in place; ``detach``
-    (or leaving the ``with`` block) puts the originals back, and the model is bit-identical to the
-    one before::
+    Attaching replaces the readers and writers of every block by patched modules, in place.
+    ``detach``, or leaving the ``with`` block, puts the originals back. The model is then
+    bit-identical to the one before::
 
         with ContextPatcher(model) as patcher:
             patch = patcher.compute(context_ids, kept_ids)
@@ -70,22 +70,22 @@ class ContextPatcher:
 
     Threads may share a patcher and its model; they take turns. A pass (:meth:`compute`,
     :meth:`forward`, one step of :meth:`generate`) holds a lock, and so does a call of the model:
-    other threads wait until it ends. A generation holds no lock between two steps. A patcher that
-    is garbage collected detaches. After an interrupt the model is as before, and the patcher goes
-    on.
+    other threads wait until it ends. A generation holds no lock between two steps. A patcher
+    detaches when it is garbage collected. An interrupt leaves the model as it was before, and the
+    patcher stays usable.
 
     Args:
         model: a Hugging Face causal language model of a known family.
         update: ``"direct"`` (Theorem 1: closed form), ``"stable"`` (Appendix B: RMSNorm inversion)
             or ``"exact"`` (closed on the rounded block output: bit-identical).
-        tokenizer: recorded in patches, and compared with that of patches that are replayed.
-        rank_timeout: for a model that is split over processes, how many seconds a process waits
-            for another; 300 by default.
+        tokenizer: its hash is stored in patches, and compared when a patch is replayed.
+        rank_timeout: how many seconds a process waits for another if the model is split over
+            processes; 300 by default.
 
     Raises:
         UnsupportedModelError: the model has blocks of an unknown form, or fails the self-check.
         TypeError: ``tokenizer`` is not a tokenizer.
-        ValueError: ``update`` is unknown, or the model is attached already, or it is training.
+        ValueError: ``update`` is unknown, or the model is already attached or in training mode.
 
     Source: Goldwaser et al. (2025), Theorem 2 and Algorithm 1.
     """
@@ -139,21 +139,21 @@ class ContextPatcher:
         return self.attached_model.is_attached
 
     def detach(self) -> None:
-        """Put the model's own modules back. The model is bit-identical to the one before attaching;
-        detaching twice is fine.
+        """Put the model's own modules back. The model is bit-identical to the one before attaching.
+        A second call does nothing.
         """
         with self.attached_model.attachment.lock:
             self.plans.clear()
             self.attached_model.detach()
 
     def check_weights(self) -> WeightCheck:
-        """Hash all weights of the model now: call it after writing to them through ``.data``.
+        """Hash all weights of the model now. Call it after writing to them through ``.data``.
 
-        All weights are hashed when a patcher attaches, which computes a first patch, and when a
+        A patcher hashes all weights when it attaches, which computes a first patch, and when a
         patch is saved or loaded. In between, torch's version counters and the weights' addresses
-        show changes. Writes through ``.data`` (some code merges adapters so) and to weights that
-        were created in inference mode change neither counter nor address: they are found at the
-        next hash. From then on older patches are refused, and new ones carry the new fingerprint.
+        show changes. Two kinds of writes change neither: those through ``.data`` (some code merges
+        adapters so) and those to weights created in inference mode. The next hash finds them. From
+        then on the patcher refuses older patches, and new ones carry the new fingerprint.
 
         Returns:
             The fingerprint, and whether it has changed.
@@ -179,37 +179,37 @@ class ContextPatcher:
         attention_mask: Tensor | None = None,
         **model_inputs: Any,
     ) -> ContextPatch:
-        """The change of weights with which the model computes on the kept tokens the same as
-        without it on ``[context, kept]``.
+        """Compute the change of weights that replaces the context: with it, the model computes on
+        the kept tokens alone what it computes without it on ``[context, kept]``.
 
         Args:
             context_ids: (B, C) int64, left-padded.
-            kept_ids: (B, T) int64, right-padded: the tokens that run without the context; each gets
+            kept_ids: (B, T) int64, right-padded: the tokens that run without the context. Each gets
                 its own patch.
             context_mask, kept_mask: bool, True = token.
             keep_first: how many of every row's first tokens stay in front of the kept tokens, with
-                the patch as without it; 1 keeps ``<bos>``. They are the patch's prefix.
-            absorbed: [(start, stop)] columns of ``context_ids`` to absorb, by default all. Tokens
-                before the first absorbed one stay too; those after it that are not absorbed are
-                kept tokens, before ``kept_ids``.
+                and without the patch; 1 keeps ``<bos>``. They are the patch's prefix.
+            absorbed: [(start, stop)] columns of ``context_ids`` to absorb; all by default. Tokens
+                before the first absorbed one join the prefix. Tokens after it that are not absorbed
+                become kept tokens, before ``kept_ids``.
             input_ids, attention_mask: transformers' names for ``kept_ids`` and ``kept_mask``:
                 ``compute(context_ids, **tokenizer(question, return_tensors="pt"))``.
             model_inputs: further inputs of the model, for the pass over the tokens before the first
-                kept one; these must then all be absorbed.
+                kept one. All of these tokens must then be absorbed.
 
         Returns:
             The patch of all kept tokens; ``patch.logits`` are the logits with the context.
 
         Raises:
-            ControllabilityError: no change of the weights can have the effect, for the layer and
-                token named.
-            NonFiniteError: the model's dtype cannot hold the outputs of the block named.
-            UnsupportedModelError: the model has forward hooks with which the patch would be wrong.
+            ControllabilityError: no change of the weights can have the effect; the error names the
+                layer and the token.
+            NonFiniteError: a block's outputs overflow the model's dtype; the error names the block.
+            UnsupportedModelError: the model has forward hooks that would make the patch wrong.
             ValueError: a shape, a mask or a span does not fit; there are more tokens than the model
-                has positions for; there are ``model_inputs`` beside tokens that stay, or images
-                without the processor's ``mm_token_type_ids`` for a model that numbers their tokens
-                by them.
-            TypeError: ids or a mask are no tensor, or the model does not take one of
+                has positions; ``model_inputs`` are given although some tokens stay; or images come
+                without the processor's ``mm_token_type_ids``, and the model numbers their tokens by
+                them.
+            TypeError: ids or a mask are not a tensor, or the model does not accept one of
                 ``model_inputs``.
         """
         self.attached_model.attachment.check_outside()
@@ -234,20 +234,20 @@ class ContextPatcher:
         keep_first: int = 0,
         layers: slice = slice(None),
     ) -> dynamics.Dynamics:
-        """The implicit learning dynamics: the patches for the context's first 0, 1, … n tokens
-        behind those that stay, which give a trajectory ``W_i`` for every changed parameter.
+        """Compute the implicit learning dynamics: the patches for the context's first 0, 1, … n
+        tokens after those that stay. They form a trajectory ``W_i`` of every changed parameter.
 
-        The kept tokens follow the tokens absorbed so far, at the positions they then have.
+        The kept tokens follow directly after the tokens absorbed so far, also in their positions.
 
         Args:
-            context_ids: (B, keep_first + n) int64, contexts of one length. The others as in
-                :meth:`compute`.
-            layers: the blocks to keep factors of; all by default. Patches of some blocks only
+            context_ids: (B, keep_first + n) int64, contexts of one length. The other arguments are
+                those of :meth:`compute`.
+            layers: the blocks whose factors are stored; all by default. Patches of only some blocks
                 cannot be replayed.
 
         Returns:
-            The trajectory of every parameter, kept as vectors: its steps, gradients, norms, see
-            :class:`icl_patch.analysis.dynamics.Trajectory`.
+            The trajectory of every parameter, stored as vectors, with its steps, gradients and
+            norms. See :class:`icl_patch.analysis.dynamics.Trajectory`.
 
         Raises:
             ControllabilityError, NonFiniteError, ValueError: as :meth:`compute`.
@@ -280,27 +280,28 @@ class ContextPatcher:
 
         Args:
             kept_ids: (B, T), the patch's kept tokens.
-            patch: from :meth:`compute` or :meth:`ContextPatch.load`, on this model.
+            patch: from :meth:`compute` or :meth:`ContextPatch.load`, for this model.
             kept_mask: (B, T) bool; the patch's by default.
             input_ids, attention_mask: transformers' names for ``kept_ids`` and ``kept_mask``.
-            model_inputs: none, the effect of the context's is in the patch.
+            model_inputs: not accepted; the patch includes the effect of the context's inputs.
 
         Returns:
             Logits (B, T, V) in the model's dtype.
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
-            PatchFormatError: it names tokens, positions or experts that the model does not have, or
+            PatchFormatError: the patch names tokens, positions or experts that the model lacks, or
                 its factors do not fit.
-            NonFiniteError: the model's dtype cannot hold the outputs of the block named.
+            NonFiniteError: a block's outputs overflow the model's dtype; the error names the block.
             UnsupportedModelError: the effect of the model's forward hooks has changed since the
                 patch was computed.
-            ReplayMismatch: numbers round otherwise here than where the patch was made, as on
-                another processor, and it has become another change. If an exact patch only has
-                other bits, there is an :class:`icl_patch.errors.ExactnessWarning`.
-            ValueError: the tokens are not those the patch is for, or the patch is a part that
-                cannot be replayed.
-            TypeError: there are ``model_inputs``, or ``patch`` is none.
+            ReplayMismatch: this machine rounds differently from the one that made the patch, for
+                example on another processor, so far that the patch has another effect. If only some
+                bits of an exact patch differ, there is an
+                :class:`icl_patch.errors.ExactnessWarning` instead.
+            ValueError: the tokens are not those of the patch, or the patch is a part that cannot be
+                replayed.
+            TypeError: ``model_inputs`` are given, or ``patch`` is not a patch.
         """
         kept_ids = either("kept_ids", kept_ids, "input_ids", input_ids)
         kept_mask = either("kept_mask", kept_mask, "attention_mask", attention_mask)
@@ -310,8 +311,8 @@ class ContextPatcher:
         check_inputs(self.model, model_inputs.keys() & OUTPUTS)
         if model_inputs:
             raise TypeError(
-                f"expected kept tokens alone, got {', '.join(model_inputs)} too: leave it out. The"
-                " patch has its prefix, and the effect of all that compute was given"
+                f"expected only kept tokens, got {', '.join(model_inputs)} too: leave it out. The"
+                " patch includes its prefix and the effect of all inputs of compute"
             )
         self.attached_model.attachment.check_outside()
         with self.attached_model.attachment.exclusive():
@@ -338,36 +339,37 @@ class ContextPatcher:
     def applied(
         self, patch: ContextPatch, *, row: int = 0, token: int | None = -1
     ) -> Iterator[PreTrainedModel]:
-        """Within this context the model's weights are changed by one token's patch, for every token
-        that it is given::
+        """Within this context one token's patch changes the model's weights, for every token that
+        the model gets::
 
             patch = ContextPatch.load("patch.safetensors", model)
             with patcher.applied(patch) as changed:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
-        The change is right for the token, history and position that it was computed for, and for no
-        others. With ``token=None`` each kept token has its own change, and a call is a replay, for
+        The change is right only for the token, history and position that it was computed for. With
+        ``token=None`` each kept token has its own change, and a call is a replay. This is meant for
         tools that call the model themselves::
 
             with patcher.applied(patch, token=None):
                 model(patch.kept_ids, position_ids=patch.position_ids)
 
-        All threads see the changes, as they would see changed weights. Other calls of this patcher,
-        and copies of the model, are refused until the context ends.
+        All threads see the changes, as they would see changed weights. Until the context ends,
+        other calls of this patcher and copies of the model raise an error.
 
         Args:
-            patch: a patch of this model. row, token: the kept token to take the change of; by
-                default the last of the first row. None: every kept token of every row its own. Then
-                call the model with all of them at once, behind a cache of ``patch.prefix_ids`` if
-                tokens stay in front.
+            patch: a patch of this model.
+            row, token: the kept token whose change is applied; by default the last token of the
+                first row. With ``token=None`` every kept token of every row has its own change.
+                Then call the model with all of them at once, with a cache of ``patch.prefix_ids``
+                if tokens stay in front.
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
-            UnsupportedModelError: the model has experts, and a token is given: its patch changes
-                only the experts that this token chose. With ``token=None``: such a call would be no
-                replay, because the model counts windows, chunks or positions through the context.
-            ValueError: a patch is applied already, layers of this one were cut out, or there is no
-                such row or token.
+            UnsupportedModelError: a token is given and the model has experts; the patch changes
+                only the experts that this token chose. With ``token=None``: the model counts
+                windows, chunks or positions through the context, so a call would not be a replay.
+            ValueError: a patch is applied already, some layers of this one are missing, or there is
+                no such row or token.
             NonFiniteError, ReplayMismatch: with ``token=None``, as :meth:`forward`.
         """
         if token is None:
@@ -394,11 +396,11 @@ class ContextPatcher:
     ) -> Iterator[loop.GenerationStep]:
         """Generate with weights that are patched anew for every token, which then runs alone.
 
-        At each step everything before the current token is absorbed into the weights. The first
-        current token is the context's last. Tokens are chosen, and rows end, as in
-        ``model.generate``: its generation configuration holds, logits processors and stopping
-        criteria are transformers' own, a row that has ended is padded while others go on, and the
-        iterator ends when the last row does.
+        At each step the patch absorbs everything before the current token. The first current token
+        is the last one of the context. Tokens are chosen and rows end as in ``model.generate``: the
+        model's generation configuration applies, and logits processors and stopping criteria are
+        transformers' own. A row that has ended is padded while others continue. The iterator ends
+        with the last row.
 
         Args:
             context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool.
@@ -406,56 +408,58 @@ class ContextPatcher:
                 ``generate(**tokenizer(prompt, return_tensors="pt"))``.
             max_new_tokens: the maximum number of steps; by default that of the generation
                 configuration, else 64, or less if the model has fewer positions left.
-            streamer: gets the prompt now, and each token when it is chosen.
-            keep_first: as in :meth:`compute`. Steps that keep tokens take two passes.
+            streamer: gets the prompt at once, and each token when it is chosen.
+            keep_first: as in :meth:`compute`. Steps that keep tokens run two passes.
             mode: how a step runs the rows with the context and the rows without it:
-                ``"two_pass"``: the unmodified model, then the current token alone. It serves every
-                update, and models with forward hooks and a few others need it. Exact steps are
-                then bit-identical to the unmodified model.
-                ``"shared_cache"``: one pass. Both rows share the cache of the context, and are two
-                from each attention's output to the block's end. It does not serve every model.
-                ``"two_stream"``: one pass over the same cache, in which they are two from the first
-                layer on. It serves more models, up to 1.2 times as slowly. In bf16 and fp16 its
+                ``"two_pass"``: the unmodified model runs, then the current token alone. It works
+                with every update. Models with forward hooks and a few others need it. Its exact
+                steps are bit-identical to the unmodified model.
+                ``"shared_cache"``: one pass. Both kinds of rows share the cache of the context, and
+                are separate from each attention's output to the block's end. Not every model
+                allows it.
+                ``"two_stream"``: one pass over the same cache, with separate rows from the first
+                layer on. More models allow it; it is up to 1.2 times as slow. In bf16 and fp16 its
                 replays have the bits of its steps.
-                Exact steps of one pass are bit-identical to the same model on batch-invariant
+                Exact steps of one pass are bit-identical to the same model with batch-invariant
                 functions in its steps (:func:`icl_patch.batch_invariant` without its attention of
-                several tokens), which is as near to the model in fp32.
-                ``"auto"``: the fastest of these that serves the update and the model. Mixtures of
-                experts in bf16 and fp16 take two streams unless the update is exact, because
-                replays of a shared cache may choose other experts there. ``GenerationStep.mode``
-                says how a step ran.
+                several tokens). In fp32 this is as close to the model.
+                ``"auto"``: the fastest of these that the update and the model allow. Mixtures of
+                experts in bf16 and fp16 use two streams unless the update is exact, because replays
+                of a shared cache may choose other experts there. ``GenerationStep.mode`` says how a
+                step ran.
             compile: ``"auto"``: for 16 tokens or more, record the first step as a program
-                (:mod:`icl_patch.generation.step_program`), which gives later steps every bit in
-                less than half of the time on the host; :attr:`step_source` shows it. On CUDA the
-                third step captures the program as a CUDA graph, which later ones replay. Steps that
-                cannot be recorded or captured run without, with a warning that says why.
+                (:mod:`icl_patch.generation.step_program`). Later steps run it: they have the same
+                bits in less than half of the host's time. :attr:`step_source` shows it. On CUDA the
+                third step captures the program as a CUDA graph, and later steps replay the graph.
+                If a step cannot be recorded or captured, it runs without the program or graph, and
+                a warning says why.
                 False: run the model's own code in every step.
                 True: trace the step once and compile it, which takes seconds to minutes at the
-                first token; on CUDA capture this as a CUDA graph. For modes of one pass, so not for
-                models with forward hooks. A compiled exact step has the bits of its replay.
-                A program or compiled step is kept: another generation of as many rows and about as
-                many tokens (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it
-                again. Attention runs over a static cache there, so its logits are those of
+                first token; on CUDA, capture the compiled step as a CUDA graph. This needs a mode
+                of one pass, so it excludes models with forward hooks. A compiled exact step has the
+                bits of its replay.
+                Another generation with as many rows and about as many tokens
+                (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) reuses the program or
+                compiled step. Its attention runs over a static cache, so the logits are those of
                 ``compile=False`` up to rounding.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
                 ``stop_strings``, further inputs of the model … Settings of the model's generation
-                configuration hold too, but for the cache that it names: the patcher has its own.
+                configuration apply too, except its choice of cache: the patcher has its own.
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
-            token. It may be abandoned at any time. Between two steps it holds no lock, and other
-            threads may use the patcher. Of exact steps the first one and every 64th after it are
-            replayed.
+            token. You may abandon it at any time. Between two steps it holds no lock, and other
+            threads may use the patcher. It replays the first exact step and every 64th after it.
 
         Raises:
-            UnsupportedModelError: ``mode`` or ``compile`` does not cover this model, or its forward
-                hooks; or it got some after the first step.
-            ValueError, ControllabilityError, NonFiniteError: as :meth:`compute`; ValueError too for
-                more tokens than the model has positions for, for ``keep_first`` with a mode of one
-                pass, or for settings that choose tokens in another way than greedily or by
-                sampling, such as ``num_beams``.
-            TypeError: as :meth:`compute`; there are ``inputs_embeds``, or outputs are asked for.
+            UnsupportedModelError: this model or its forward hooks do not allow ``mode`` or
+                ``compile``, or the model got a hook after the first step.
+            ValueError, ControllabilityError, NonFiniteError: as :meth:`compute`. ValueError also if
+                there are more tokens than the model has positions, if ``keep_first`` comes with a
+                mode of one pass, or if settings such as ``num_beams`` ask for a choice of tokens
+                that is neither greedy nor sampling.
+            TypeError: as :meth:`compute`; or ``inputs_embeds`` are given, or outputs are asked for.
         """
         self.attached_model.attachment.check_outside()
         check_compile(compile)
@@ -476,8 +480,8 @@ class ContextPatcher:
     @property
     def step_source(self) -> str | None:
         """The Python source of the last program that :meth:`generate` recorded
-        (``compile="auto"``), a line for each operator and a heading for each block: what happens to
-        a token. None if there is none.
+        (``compile="auto"``): what happens to a token, with a line for each operator and a heading
+        for each block. None if there is no program.
         """
         steps = [step.run for step in self.plans.compiled.values()]
         programs = [run.program for run in steps if isinstance(run, RecordedStep)]
@@ -497,7 +501,7 @@ class ContextPatcher:
         compile: bool | str = False,
         **arguments: Any,
     ) -> answering.Answer:
-        """Answer a question about a context, both as text, and return the answer with its patch::
+        """Answer a question about a context, both given as text; return the answer and its patch::
 
             with ContextPatcher(model, tokenizer=tokenizer) as patcher:
                 answer = patcher.ask("Mars has two moons. ", "The moons of Mars are")
@@ -507,29 +511,30 @@ class ContextPatcher:
         Every token of the answer comes from freshly patched weights, as in :meth:`generate`.
 
         Args:
-            context, question: read as one text, ``context + question``. Its tokens up to the
-                question are absorbed. In a chat the question may be a list of messages,
+            context, question: read as one text, ``context + question``. The patch absorbs its
+                tokens up to the question. In a chat the question may be a list of messages,
                 ``[{"role": "user", "content": ...}, ...]``.
-            system: a chat's system message, in place of ``context``. It is absorbed with all that
-                the chat template writes before it.
-            chat: the context begins the user's (first) message of a chat. See
+            system: a chat's system message, in place of ``context``. The patch absorbs it and
+                everything that the chat template writes before it.
+            chat: put the context at the beginning of the user's (first) message of a chat. See
                 :func:`icl_patch.models.prompts.make_prompt`.
             keep_first: as in :meth:`compute`: how many of the prompt's first tokens stay; 1 keeps
                 ``<bos>``.
-            mode: as for :meth:`generate`; by default ``"two_pass"``, as the answer's patch is
-                computed, or ``"auto"`` with ``compile``.
-            max_new_tokens, streamer, compile, arguments: as for :meth:`generate`, but one answer
-                and no further inputs of the model. By default an answer in a chat ends with the
-                assistant's turn, see :func:`icl_patch.models.ends.answer_ends`.
+            mode: as for :meth:`generate`. The default is ``"two_pass"``, which also computes the
+                answer's patch; with ``compile`` it is ``"auto"``.
+            max_new_tokens, streamer, compile, arguments: as for :meth:`generate`, but for one
+                answer and without further inputs of the model. By default an answer in a chat ends
+                with the assistant's turn; see :func:`icl_patch.models.ends.answer_ends`.
 
         Returns:
-            :class:`icl_patch.generation.answering.Answer`: the text, its tokens, and one patch of
-            all of the question's and the answer's tokens.
+            :class:`icl_patch.generation.answering.Answer`: the text, its tokens, and one patch for
+            all tokens of the question and the answer.
 
         Raises:
-            ValueError: the patcher has no tokenizer, or a slow one, or one without a chat template
-                or with one that refuses the messages; a text has no tokens; or as :meth:`generate`.
-            TypeError: there is no question, or one that is no text; or inputs of the model.
+            ValueError: the patcher has no tokenizer or a slow one; the tokenizer has no chat
+                template, or its template refuses the messages; a text has no tokens; or as
+                :meth:`generate`.
+            TypeError: the question is missing or not a text, or inputs of the model are given.
         """
         self.attached_model.attachment.check_outside()
         return answering.answer(

@@ -38,58 +38,60 @@ HEAD = """\
 # Static patches beside other methods
 
 `make static` measures SmolLM2-135M-Instruct in bf16 on one thread, and writes this page from
-[its cells](data/static-cells.jsonl). Tasks and numbers of questions
-(`examples/static/evaluation.py`) were chosen before anything was fitted; so were the lines of the
-contexts, for capitals and comparatives by the accuracy with the context.
+[the measured cells](data/static-cells.jsonl). We chose the tasks and the numbers of questions
+(`examples/static/evaluation.py`) before the first fit. We also chose the lines of the contexts
+before it; for capitals and comparatives we chose them by the accuracy with the context.
 
-- *context*: the model with its context; *no context*: the model alone.
-- *static patch*: `static.fit` with its defaults; also with 12 questions.
-- *steering vector*: the mean difference of the residual stream is added behind the best of six
-  blocks.
-- *LoRA (PEFT)*: rank 8 on the MLPs of all blocks, AdamW on the same divergence and texts, as many
-  steps as the static patch makes at most; the better of two learning rates on the first task of a
-  kind.
-- *prompt tuning (PEFT)*: 16 virtual tokens, for as many seconds of the CPU as the static patch.
+- *context* is the model with its context, and *no context* the model alone.
+- *static patch* is `static.fit` with its defaults. A second column or row uses 12 questions.
+- *steering vector* adds the mean difference of the residual stream after the best of six blocks.
+- *LoRA (PEFT)* has rank 8 on the MLPs of all blocks. AdamW minimises the same divergence on the
+  same texts, with the static patch's largest number of steps. The first task of each kind decides
+  between two learning rates.
+- *prompt tuning (PEFT)* trains 16 virtual tokens for the same CPU time as the static patch.
 
-Brackets hold the range over seeds.
+Brackets show the range over seeds.
 
 ![right answers over the seconds of a fit](pictures/static-front.png)
 
-Mean over the few-shot tasks of which the context gets at least half right.
+Each point is the mean over the few-shot tasks that the context gets at least half right.
 """
 SECTIONS = {
     "few_shot": """
 ## Few-shot tasks
 
-Eight lines are the context and 48 questions are fitted. The share of 40 held-out questions whose
-right answer is the greedy one, in %:
+The context has eight lines, and the fit uses 48 questions. The table shows the percentage of 40
+held-out questions that the model answers correctly with greedy decoding:
 """,
     "chats": """
 ## Chats
 
-The system message is the context and 64 questions are fitted. On 24 held-out chats, at the tokens
-of the model's answer with the system message: KL divergence in nats a token, and in brackets the
-share of tokens that are the first choice with the system message, too; means over seeds:
+The context is the system message, and the fit uses 64 questions. We compare each method with the
+model that has the system message, on that model's answers to 24 held-out chats. The table shows the
+KL divergence in nats per token and, in brackets, the share of tokens at which both have the same
+first choice. Both are means over seeds:
 """,
     "facts": """
 ## Facts
 
-One patch for 32 statements that contradict what is true, fitted on a question and a paraphrase of
-each. The share of prompts that get the new answer, in %, for the 16 facts that the model believes
-least without the statement, and the 16 that it believes most. *Neighbours*: prompts on other facts
-where each token of the answer has the first choice that it had:
+One patch covers 32 statements that contradict true facts. The fit uses a question and a paraphrase
+of each. The table shows the percentage of prompts that get the new answer. *Weak* are the 16 facts
+that the model believes least without the statement, and *strong* the 16 that it believes most.
+*Neighbours* are prompts about other facts. The percentage counts those at which the first choice
+stays the same for each token of the answer:
 """,
     "kept": """
 ## Unrelated prompts
 
-24 prompts of each kind: the share of the tokens of the unpatched model's answer that are still the
-first choice, in %, over all tasks. In bf16 even the unpatched model chooses otherwise in other
-batches: that is the row *no context*.
+Each kind has 24 prompts. The table shows the percentage of tokens in the unpatched model's answer
+that are still the first choice, over all tasks. In bf16 the unpatched model's own choices vary with
+the batch: the row *no context* shows how much.
 """,
     "cost": """
 ## Cost
 
-Means over all tasks: seconds of the CPU, answers to fit on included, and bytes of what is stored.
+The table shows means over all tasks: CPU seconds, with the time for the answers that the fit uses,
+and the stored bytes.
 """,
 }
 

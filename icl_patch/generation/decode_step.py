@@ -222,7 +222,7 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     attached.require_attached()
     if state.run is not None and (hooked := attached.hooks.current()):
         raise UnsupportedModelError(
-            "expected the model without forward hooks, as at the first step, it has got some"
+            "expected the model without forward hooks, as at the first step, got new ones"
             f" on {paths_of(hooked)}: generate again, with mode='two_pass'"
         )
     state.advance(token_ids)
@@ -311,8 +311,8 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
         patch = attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
         if patch.info.fingerprint != fingerprint:
             raise ValueError(
-                "expected the weights that the step ran with, they have changed since: ask for the"
-                " patch before that"
+                "expected the weights that the step ran with, they have changed since: read the"
+                " step's patch before you change weights"
             )
         report, _ = report_of_all(attached, [_diagnostics(blocks, details, live)], live.device)
         layers = layers_of_all(attached, layers, live.device)

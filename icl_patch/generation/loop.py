@@ -107,13 +107,13 @@ def _checked(
     if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
         raise ValueError(
             "expected no cache, or an empty DynamicCache without offloading, got"
-            f" {type(cache).__name__}: leave it out. The patcher keeps one of its own, with"
-            " compile=True a static one"
+            f" {type(cache).__name__}: leave it out. The patcher has its own cache, a static one"
+            " with compile=True"
         )
     if cache is not None and not is_empty(cache):
         raise ValueError(
-            "expected an empty cache, got one that has seen tokens: the context is absorbed from"
-            " its start"
+            "expected an empty cache, got one that has seen tokens: leave it out, because the patch"
+            " absorbs the context from its first token on"
         )
     model_inputs = {
         name: value
@@ -156,8 +156,8 @@ def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
         ((positions == expected) | ~mask).all()
     ):
         raise ValueError(
-            "expected no position_ids, or those that count the tokens from 0, got others,"
-            f" {tuple(positions.shape)}"
+            "expected no position_ids, or those that count the tokens from 0, got other positions,"
+            f" {tuple(positions.shape)}: leave them out"
         )
 
 

@@ -45,15 +45,15 @@ def prepare(
     for name in _OTHER_LOOPS:
         if arguments.get(name) is not None:  # transformers would ignore the first
             raise ValueError(
-                f"expected no {name}, got {type(arguments[name]).__name__}: each token has a patch"
-                " of its own, which the patcher's loop computes. Leave it out"
+                f"expected no {name}, got {type(arguments[name]).__name__}: the patcher's own loop"
+                " computes a patch for each token. Leave it out"
             )
     for name, off in _OTHER_WAYS.items():
         if (value := setting(model, arguments, name)) not in (None, False, off):
             raise ValueError(
-                f"expected greedy search or sampling behind the prompt as it is, got {name}="
+                f"expected greedy search or sampling after the unchanged prompt, got {name}="
                 f"{value!r} (an argument, or of the generation configuration): a patch belongs to"
-                f" one history, and to one token of it. Pass {name}={off}"
+                f" one token and its history. Pass {name}={off}"
             )
     asked = [name for name in OUTPUTS if setting(model, arguments, name)]
     given = [name for name in ("inputs", "inputs_embeds") if arguments.get(name) is not None]
@@ -80,8 +80,8 @@ def _leave_out_their_loop(model: PreTrainedModel, arguments: dict[str, Any]) -> 
     for name in _OF_THEIR_LOOP:
         if (value := _asked(arguments, name)) not in (None, "dynamic"):
             raise ValueError(
-                f"expected no {name}, got {value!r}: the patcher runs a loop of its own over a"
-                f" dynamic cache, or a static one with compile=True. Pass {name}=None"
+                f"expected no {name}, got {value!r}: the patcher runs its own loop over a dynamic"
+                f" cache, or a static one with compile=True. Pass {name}=None"
             )
         if getattr(model.generation_config, name, None) is not None:
             arguments[name] = None
@@ -98,7 +98,7 @@ def _add_stop_strings(
         return
     if tokenizer is None:
         raise ValueError(
-            f"expected a tokenizer beside stop_strings={strings!r} (an argument, or of the"
+            f"expected a tokenizer with stop_strings={strings!r} (an argument, or of the"
             " generation configuration), got none: pass tokenizer=..., or stop_strings=None"
         )
     others = arguments.get("stopping_criteria") or ()

@@ -69,7 +69,7 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
         further = ", ".join(sorted(known)) or "none"
         raise TypeError(
             f"expected no further inputs of {type(model).__name__} but its own ({further}), got"
-            f" {', '.join(unknown)}, which is not served: {_instead(unknown[0])}"
+            f" {', '.join(unknown)}, which is unsupported: {_instead(unknown[0])}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Attention of one token a row over a cache of keys and values; rotary positions."""
+"""Attention of one token per row over a cache of keys and values; rotary positions."""
 
 from torch import Tensor
 
@@ -15,11 +15,11 @@ def decode_attention(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """``y = softmax(scale · q Kᵀ) V`` for one token a row, over the keys that the row sees.
+    """``y = softmax(scale · q Kᵀ) V`` for one token per row, over the keys that the row sees.
 
     Every key and value is read once, for all heads that share it. A row's bits depend on its query
-    and the keys and values that it sees, not on other rows, padding, or the room in a cache; on
-    CUDA also on the distances between these keys.
+    and on the keys and values that it sees. They do not depend on other rows, padding, or free
+    room in a cache. On CUDA they also depend on the distances between these keys.
 
     Args:
         query: (B, H, D) float.
@@ -52,8 +52,8 @@ _decode_attention = Op(
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """``x cos + (-x₂, x₁) sin`` of query and key, where x₁ and x₂ are the halves of a row x: rotary
-    positions in the form of Llama.
+    """Rotary positions as in Llama: ``x cos + (-x₂, x₁) sin`` of query and key, where x₁ and x₂ are
+    the halves of a row x.
 
     Args:
         query: (B, H, T, D) float, D even.
@@ -61,8 +61,8 @@ def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tu
         cos, sin: (B, T, D), or (1, T, D) for all rows, query's dtype.
 
     Returns:
-        Both rotated, in their shapes; the products and their sum are rounded to query's dtype, as
-        torch's operators round them.
+        Both rotated, in their shapes. The products and their sum are each rounded to query's dtype,
+        as torch's operators round them.
 
     Raises:
         TypeError: a dtype does not fit.

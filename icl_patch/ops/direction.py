@@ -11,7 +11,7 @@ from icl_patch.ops.dispatch import Op
 
 
 class Direction(NamedTuple):
-    """v (..., K), ``1/‖z‖²`` (...), and ``z·v`` (M, 1) where it has been summed too."""
+    """v (..., K), ``1/‖z‖²`` (...), and ``z·v`` (M, 1) if it was summed too."""
 
     v: Tensor
     inverse_norm2: Tensor
@@ -25,16 +25,16 @@ def read_direction(
 
     Args:
         z: (..., K) float.
-        dtype: fp32 or fp64, of the results; fp32 by default (fp64 for fp64 ``z``).
-        for_inductor: use torch's own operations, which a compiler fuses with its neighbours, and
-            compute the coefficients too.
+        dtype: the results' dtype, fp32 or fp64; fp32 by default (fp64 for fp64 ``z``).
+        for_inductor: use torch's own operations, which a compiler can fuse with neighbouring ones,
+            and compute the coefficients too.
 
     Returns:
-        Direction(v, inverse_norm2, coeff). Where z = 0 there is no such vector: both are 0, and the
-        caller must check. The same where v leaves its dtype's range.
+        Direction(v, inverse_norm2, coeff). If z = 0, no such vector exists: v and inverse_norm2 are
+        0, and the caller must check this. They are also 0 if v exceeds the range of its dtype.
 
     Raises:
-        TypeError: z is not floating, or ``dtype`` neither fp32 nor fp64.
+        TypeError: z is not floating, or ``dtype`` is neither fp32 nor fp64.
         ValueError: z has no dimension.
 
     Source: Goldwaser et al. (2025), Lemma 6.

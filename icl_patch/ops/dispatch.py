@@ -1,9 +1,9 @@
-"""Which implementation runs an op: the native library, Triton's kernels or plain torch.
+"""The choice of an op's implementation: the native library, Triton's kernels or plain torch.
 
-Every op is one :class:`Op`, which tries its implementations in a fixed order. The environment
-variable ``ICL_PATCH_OPS`` restricts all ops: ``auto`` (the default: Triton on CUDA, the native
-library on the CPU), ``torch`` (:mod:`icl_patch.ops.reference` everywhere) or ``triton`` (Triton on
-the CPU too, in its interpreter).
+Every op is an :class:`Op`, which tries its implementations in a fixed order. The environment
+variable ``ICL_PATCH_OPS`` restricts all ops. ``auto``, the default, means Triton on CUDA and the
+native library on the CPU. ``torch`` means :mod:`icl_patch.ops.reference` everywhere. ``triton``
+means Triton on the CPU too, in its interpreter.
 """
 
 import logging
@@ -64,9 +64,9 @@ def _is_narrow(args: tuple[Any, ...]) -> bool:
 
 
 def triton_for(args: tuple[Any, ...]) -> Any:
-    """Triton's kernels if they serve these arguments, else None.
+    """Triton's kernels if they accept these arguments, else None.
 
-    They have no derivatives, and no transform of torch.func sees into them.
+    They have no derivatives, and transforms of torch.func cannot trace them.
     """
     if not (args[0].is_cuda if backend == "auto" else backend == "triton"):
         return None
@@ -76,7 +76,7 @@ def triton_for(args: tuple[Any, ...]) -> Any:
 
 
 def native_takes(args: tuple[Any, ...], *, fp64: bool = False) -> bool:
-    """Whether the native library's CPU ops serve these arguments: they have no derivatives, and
+    """Whether the native library's CPU ops accept these arguments. The ops have no derivatives, and
     most of them compute in fp32.
     """
     here = args[0].is_cpu or args[0].is_meta
@@ -91,7 +91,7 @@ def native_serves(device_type: str) -> bool:
 
 
 def has_kernels(device_type: str) -> bool:
-    """Whether products on a type of device run in kernels of ours, not in torch's."""
+    """Whether products on a type of device run in our kernels and not in torch's."""
     return has_triton(device_type) or (device_type == "cpu" and native_serves("cpu"))
 
 
@@ -105,16 +105,16 @@ def has_triton(device_type: str) -> bool:
 class Op:
     """An op and its implementations: a call runs one of them.
 
-    name: of the op in ``torch.ops.icl_patch``, and of the kernel's function in
-        :mod:`icl_patch.kernels`. The native op's positional arguments are ``args``; all other
+    name: the op's name in ``torch.ops.icl_patch``, and the name of the kernel's function in
+        :mod:`icl_patch.kernels`. The native op's positional arguments are ``args``. All other
         functions get ``options`` too, Triton's own in their order.
-    check: raises for arguments that no implementation can take.
+    check: raises an error for arguments that no implementation accepts.
     reference: computes the op in plain torch.
-    native_if: a further condition for the native op, beside device, dtypes and derivatives.
-    native_fp64: whether the native op serves fp64 too.
+    native_if: a further condition for the native op, besides device, dtypes and derivatives.
+    native_fp64: whether the native op computes in fp64 too.
     triton_if: a further condition for Triton's kernel. It checks its arguments itself, once for all
         tensors of the same sizes, strides, dtypes and devices.
-    triton: calls the kernel, where its arguments or results differ from the native op's; its first
+    triton: calls the kernel if its arguments or results differ from the native op's; its first
         argument is :mod:`icl_patch.kernels`.
     """
 

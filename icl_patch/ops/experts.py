@@ -1,4 +1,4 @@
-"""Few rows through the experts that each of them has chosen."""
+"""Linear maps of few rows by the experts that each row has chosen."""
 
 import torch
 from torch import Tensor
@@ -16,20 +16,20 @@ def expert_linear(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``y_mj = W_e x_m + b_e`` with ``e = expert[m, j]``: few rows through the experts that each of
-    them has chosen.
+    """``y_mj = W_e x_m + b_e`` with ``e = expert[m, j]``: few rows, each mapped by the experts that
+    it has chosen.
 
-    On the CPU an expert's matrix is read once for all slots that chose it, on CUDA by each of them,
-    in one launch.
+    On the CPU an expert's matrix is read once for all slots that chose it. On CUDA each of these
+    slots reads it, in one launch.
 
     Args:
-        x: (M, K) float, read by all k slots of a row, or (M, k, K).
-        weight: logically (E, N, K), any strides, x's dtype; fast with either of the last two
-            dimensions contiguous.
-        expert: (M, k) integers from 0 to E - 1. CUDA tensors are not checked on the host; there any
-            other number gives 0.
+        x: (M, K) float, which all k slots of a row read, or (M, k, K).
+        weight: logically (E, N, K), any strides, x's dtype. It is fast if either of the last two
+            dimensions is contiguous.
+        expert: (M, k) integers from 0 to E - 1. CUDA tensors are not checked on the host; any other
+            number in them gives 0.
         bias: (E, N), x's dtype.
-        out_dtype: of the result; x's dtype by default.
+        out_dtype: the result's dtype; x's dtype by default.
 
     Returns:
         (M, k, N), accumulated in fp32 (fp64 for fp64 x) and rounded once. In our kernels a slot's
@@ -37,7 +37,7 @@ def expert_linear(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or a device does not fit, or there is no such expert.
+        ValueError: a shape or a device does not fit, or an expert does not exist.
 
     Source: Goldwaser et al. (2025), Lemmas 7 and 11: the products of their experts.
     """

@@ -1,4 +1,4 @@
-"""The product before an MLP's last matrix."""
+"""The gated product before the last matrix of an MLP."""
 
 from torch import Tensor
 
@@ -8,12 +8,12 @@ from icl_patch.ops.dispatch import Op, native_takes, triton_for
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """``act(gate) ⊙ up``: the activation in fp32, rounded to the model's dtype as its module does,
-    then the product, rounded again.
+    """``act(gate) ⊙ up``. The activation is computed in fp32 and rounded to the model's dtype, as
+    its module does. The product is rounded again.
 
     Args:
-        gate, up: (M, N) float, both of one dtype, any strides: the halves of one fused output are
-            fine.
+        gate, up: (M, N) float, both of one dtype, any strides. They may be the halves of one fused
+            output.
         activation: ``"gelu_tanh"`` or ``"silu"``.
 
     Returns:
@@ -30,5 +30,5 @@ _gated_product = Op("gated_product", check_gated_product, reference.gated_produc
 
 
 def has_gated_product(gate: Tensor) -> bool:
-    """Whether :func:`gated_product` of these tensors runs in a kernel of ours."""
+    """Whether :func:`gated_product` of these tensors runs in one of our kernels."""
     return triton_for((gate,)) is not None or native_takes((gate,))

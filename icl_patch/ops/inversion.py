@@ -29,13 +29,13 @@ def invert_rmsnorm(
         scale: m, (n,) or (B, n).
         rms: C, (B,).
         eps: the norm's.
-        fallback: (B, n), the direction for the coordinates at ``min m²`` when the secular equation
-            has no root; usually the norm's present input.
+        fallback: (B, n), the direction for the coordinates at ``min m²`` if the secular equation
+            has no root; usually the norm's current input.
 
     Returns:
-        RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row of bad input gets a
-        status and does not change other rows; a row's bits depend only on the row. Not
-        differentiable.
+        RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row with bad input gets a
+        status and does not affect other rows. A row's bits depend only on the row. The result is
+        not differentiable.
 
     Raises:
         TypeError: a dtype is not floating.

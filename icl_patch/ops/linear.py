@@ -1,5 +1,5 @@
-"""Linear maps with a low-rank change of their weight: applied, recorded from two streams, or added
-to an output that another module computed.
+"""Linear maps with a low-rank change of their weight. The change is applied, recorded from two
+streams, or added to the output of another module.
 """
 
 import sys
@@ -56,7 +56,7 @@ _only_gemv: ContextVar[bool] = ContextVar("icl_patch_only_gemv", default=False)
 
 @contextmanager
 def gemv_products() -> Iterator[None]:
-    """Within this context all products take the path ``"gemv"``, so that a row's bits do not depend
+    """Within this context all products use the path ``"gemv"``, so that a row's bits do not depend
     on the number of rows.
     """
     token = _only_gemv.set(True)
@@ -75,10 +75,10 @@ def product_path(z: Tensor, rows: int) -> str:
     """The path by which ``rows`` rows of z's dtype are multiplied on z's device: ``"gemv"`` for few
     rows, ``"gemm"`` for many.
 
-    The path ``"gemm"`` is torch's own product, from 17 rows on; on CUDA in 16 bits from 33 rows on;
-    on the CPU from 5 rows on where torch has matrix units for a dtype and our kernel does not use
-    them (fp16), and never where torch has no fast product of a dtype (fp16 without AVX512-FP16). In
-    the path ``"gemv"`` a row's bits do not depend on the number of rows.
+    The path ``"gemm"`` is torch's own product. It starts at 17 rows, and on CUDA in 16 bits at 33
+    rows. On the CPU it starts at 5 rows if torch uses matrix units for a dtype and our kernel does
+    not (fp16). It is never used if torch has no fast product of a dtype (fp16 without AVX512-FP16).
+    In the path ``"gemv"`` a row's bits do not depend on the number of rows.
     """
     if _takes_gemv_only():
         return GEMV
@@ -105,23 +105,25 @@ def patched_linear(
 
     Args:
         z: (M, K) float.
-        weight: logically (N, K), any strides, z's dtype; fast with either dimension contiguous.
-        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with
-            ``index``. Any float dtype. Without u and v the op is the plain linear map.
-        v: as ``u`` with K for N.
+        weight: logically (N, K), any strides, z's dtype. It is fast if either dimension is
+            contiguous.
+        u: (M, N) or (M, R, N) with a change per row; (1, R, N) shared by all rows; or a pool
+            (P, R, N) with ``index``. Any float dtype. Without u and v the op is the plain linear
+            map.
+        v: as ``u``, with K instead of N.
         bias: (N,), z's dtype.
-        index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map. CUDA
+        index: (M,) integer rows of the pool; a row with -1 has the bits of the plain map. CUDA
             tensors are not checked on the host.
-        out_dtype: of the result; z's dtype by default.
+        out_dtype: the result's dtype; z's dtype by default.
         path: ``"gemv"`` or ``"gemm"`` for any number of rows; by default :func:`product_path` of
             M rows. In ``"gemv"`` a row's bits depend only on the row, its factors, the weight and
             the bias.
 
     Returns:
-        (M, N), accumulated in fp32 and rounded once; in fp64 where z, u, v or ``out_dtype`` is. On
-        the CPU in the path ``"gemm"``, and where autograd or a transform of torch.func may ask for
-        a derivative, ``z Wᵀ + bias`` is torch's own and rounded to z's dtype first, as
-        ``nn.Linear`` does.
+        (M, N), accumulated in fp32 and rounded once; in fp64 if z, u, v or ``out_dtype`` is fp64.
+        In two cases torch computes ``z Wᵀ + bias`` and rounds it to z's dtype first, as
+        ``nn.Linear`` does: on the CPU in the path ``"gemm"``, and if autograd or a transform of
+        torch.func may ask for a derivative.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -150,13 +152,14 @@ def record_linear(
     Args:
         z_pair: (2M, K) float: M rows of the context stream, then M of the reduced stream.
         weight, bias: as for :func:`patched_linear`.
-        direction: :func:`read_direction` of the reduced rows; all maps that read one z share it.
+        direction: :func:`read_direction` of the reduced rows; all maps that read the same z share
+            it.
 
     Returns:
         y_pair (2M, N) in z's dtype, u (M, N) fp32 (fp64 for fp64 z), and the direction.
-        ``patched_linear(z, weight, u, direction.v, bias)`` gives y again, bit for bit, if our
-        kernels multiply: in the path ``"gemv"``, but not in fp64, nor if neither dimension of the
-        weight is contiguous.
+        ``patched_linear(z, weight, u, direction.v, bias)`` returns y again, bit for bit, if our
+        kernels multiply. They do so in the path ``"gemv"``, but not in fp64, and not if neither
+        dimension of the weight is contiguous.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -178,8 +181,8 @@ def record_linears(
     *,
     direction: Direction,
 ) -> list[tuple[Tensor, Tensor]]:
-    """y_pair and u of :func:`record_linear` for each weight and bias of ``maps``, bit for bit; on
-    CUDA in one launch where the maps are alike.
+    """y_pair and u of :func:`record_linear` for each weight and bias of ``maps``, bit for bit. On
+    CUDA this is one launch if the maps are alike.
     """
     weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
     kernels = triton_for((z_pair, *weights, *biases))
@@ -199,17 +202,17 @@ def add_low_rank(
     index: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``y + Σ_r (z·v_r) u_r``: the low-rank term on an output that some other module computed
-    (quantised, convolutional, …).
+    """``y + Σ_r (z·v_r) u_r``: add the low-rank term to the output of another module (quantised,
+    convolutional, …).
 
-    ``patched_linear(z, W, u, v, b)`` bit for bit where y is ``patched_linear(z, W, None, None, b,
-    out_dtype=torch.float32)``.
+    The result is ``patched_linear(z, W, u, v, b)`` bit for bit if y is ``patched_linear(z, W, None,
+    None, b, out_dtype=torch.float32)``.
 
     Args:
         y: (M, N) float, the plain output.
         z: (M, K) float, the input it came from.
         u, v, index: as for :func:`patched_linear`.
-        out_dtype: of the result; y's dtype by default.
+        out_dtype: the result's dtype; y's dtype by default.
 
     Raises:
         TypeError: a dtype does not fit.

@@ -1,9 +1,9 @@
-"""The native library: C++ and CUDA behind ``torch.ops.icl_patch``, loaded when this module is
-imported.
+"""The native library: C++ and CUDA code behind ``torch.ops.icl_patch``. Importing this module loads
+it.
 
-Nothing is compiled and no device is touched here. Where the library or its CUDA part is missing,
-:mod:`icl_patch.ops` runs the plain torch of :mod:`icl_patch.ops.reference` and says so once, at the
-first call that would have used it.
+This compiles nothing and touches no device. If the library or its CUDA part is missing,
+:mod:`icl_patch.ops` runs the plain torch of :mod:`icl_patch.ops.reference`. It warns once, at the
+first call that would have used the library.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ built without CUDA.
 
 
 def serves(device_type: str) -> bool:
-    """Whether the native ops run on a type of device; warns once if a build could have them."""
+    """Whether the native ops run on a type of device; warns once if only the build lacks them."""
     if _lacking is None and (
         device_type in ("cpu", "meta") or (device_type == "cuda" and cuda_architectures)
     ):
@@ -79,7 +79,7 @@ def serves(device_type: str) -> bool:
 
 
 def describe() -> str:
-    """The library's instruction set and GPUs, or the reason why there is none, in one line."""
+    """The library's instruction set and GPUs in one line, or the reason why it is missing."""
     if _lacking is not None:
         return f"no native library: {_lacking}"
     devices = (
@@ -100,7 +100,7 @@ def _warn(device_type: str) -> None:
 
 
 def op(name: str, results: Callable[..., Any]) -> Any:
-    """An op of the library; None without it. ``results`` gives empty tensors like the op's."""
+    """An op of the library; None without it. ``results`` returns empty tensors like the op's."""
     if _lacking is not None:
         return None
     if not hasattr(torch.ops.icl_patch, name):

@@ -43,12 +43,12 @@ def rms_norm(
         scale: m, (d,) or a scale for every row (M, d), any float dtype.
         eps: the norm's.
         scale_offset: o; 1 for Gemma, 0 for Llama.
-        cast_first: whether the normed row is rounded to x's dtype before it is scaled (Llama), or
-            only after (Gemma).
+        cast_first: whether the normed row is rounded to x's dtype before scaling (Llama) or only
+            after it (Gemma).
 
     Returns:
-        (M, d) in x's dtype, computed in fp32 (fp64 where an input is). A row's bits depend only on
-        the row and its scale.
+        (M, d) in x's dtype, computed in fp32 (fp64 if an input is fp64). A row's bits depend only
+        on the row and its scale.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -67,8 +67,8 @@ def norm_pair(
     scale_offset: float = 0.0,
     cast_first: bool = True,
 ) -> NormPair:
-    """The norm before the MLP for both streams, with ``delta`` and the direction of z, which a
-    recording reads there too.
+    """The norm before the MLP for both streams. It also returns ``delta`` and the direction of z,
+    which a recording needs.
 
     Args:
         hidden: (2M, d) float: the residual stream of M rows with the context, then of M without.

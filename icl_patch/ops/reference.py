@@ -1,6 +1,6 @@
-"""The ops in plain torch: the specification, and the implementation where there is no kernel.
+"""The ops in plain torch: their specification, and the implementation if there is no kernel.
 
-Nothing here loops over rows or blocks, and everything runs in fp64 when given fp64.
+No function loops over rows or blocks. All compute in fp64 if they are given fp64.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class RMSNormInverse:
     shift: (B,) fp64, ``min m² - μ``.
     new_scale: (B, n) fp64, ``m - μ ⊘ m``.
     status: (B,) int8, an :class:`InversionStatus`.
-    evaluations: (B,) int32, of the secular function.
+    evaluations: (B,) int32, the number of evaluations of the secular function.
     """
 
     hidden: Tensor
@@ -46,7 +46,7 @@ class RMSNormInverse:
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """fp64 if any of the tensors is, else fp32."""
+    """fp64 if any of the tensors is fp64, else fp32."""
     return (
         torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     )
@@ -78,8 +78,8 @@ def low_rank_term(z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None) 
 def add_low_rank(
     y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """``y + Σ_r (z·v_r) u_r``, accumulated in fp32 (fp64 where something is) and rounded once; rows
-    without a patch stay ``y``.
+    """``y + Σ_r (z·v_r) u_r``, accumulated in fp32 (fp64 if an input is fp64) and rounded once.
+    Rows without a patch stay ``y``.
     """
     patched = (y + low_rank_term(z, u, v, index)).to(out_dtype)
     return (
@@ -100,8 +100,8 @@ def expert_linear(
     """``W_e x + b_e`` for the experts (M, k), in the accumulation dtype and rounded once: x (M, K)
     or (M, k, K) -> (M, k, N).
 
-    Expert by expert; with ``gather``, where the host cannot read the choice, with a matrix gathered
-    for every slot, (M, k, N, K).
+    It computes expert by expert. With ``gather``, for a choice that the host cannot read, it
+    gathers a matrix for every slot, (M, k, N, K).
     """
     wide, expert = accumulation_dtype(x), expert.long()
     rows = (x.unsqueeze(1) if x.dim() == 2 else x).to(wide).expand(*expert.shape, -1)
@@ -119,7 +119,7 @@ def expert_linear(
 
 
 def read_direction(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``v = z/‖z‖²`` and ``1/‖z‖²``; both 0 where there is no v that the dtype can hold."""
+    """``v = z/‖z‖²`` and ``1/‖z‖²``; both are 0 if v does not exist or overflows the dtype."""
     wide = z.double()
     norm2 = wide.square().sum(-1, keepdim=True)
     limits = torch.finfo(dtype)
@@ -139,8 +139,8 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
 def rms_norm(
     x: Tensor, scale: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
 ) -> Tensor:
-    """``(o + m) x / sqrt(mean(x²) + eps)``; the normed row is rounded to x's dtype before it is
-    scaled (``cast_first``), and then again.
+    """``(o + m) x / sqrt(mean(x²) + eps)``. With ``cast_first`` the normed row is rounded to x's
+    dtype before scaling too.
     """
     normed = rms_normalize(x, eps)
     if cast_first:
@@ -202,7 +202,7 @@ def invert_rmsnorm(
     """The ``x`` of RMS ``C`` that minimises ``‖m ⊙ x/sqrt(C² + eps) - g‖``; see
     :func:`icl_patch.ops.invert_rmsnorm`.
 
-    The secular equation ``φ(s) = Σ (p/(e + s))² = n r²`` is shifted to the nearest pole, and solved
+    The secular equation ``φ(s) = Σ (p/(e + s))² = n r²`` is shifted to the nearest pole and solved
     by geometric bisection.
     """
     batch, n = target.shape

@@ -20,7 +20,7 @@ _stable_scale = native.op("stable_scale", check_stable_scale.results)
 class StableScale:
     """Result of :func:`stable_scale` for ``M`` rows of ``d`` coordinates.
 
-    u: (M, d) fp32 (fp64 where an input is), ``h_target - h_down``.
+    u: (M, d) fp32 (fp64 if an input is fp64), ``h_target - h_down``.
     new_scale: (M, d) fp64.
     shift, status, evaluations: as in :class:`icl_patch.ops.reference.RMSNormInverse`.
     """
@@ -35,23 +35,23 @@ class StableScale:
 def stable_scale(
     delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0
 ) -> StableScale:
-    """All of the stable update of ``m ⊙ Norm(h)`` in one launch: ``h_target - h`` and ``m'`` with
+    """The whole stable update of ``m ⊙ Norm(h)`` in one launch: ``h_target - h`` and ``m'`` with
     ``m' ⊙ Norm(h_target) = g``.
 
-    ``g = delta + m ⊙ Norm(h)``; ``h_target`` is :func:`invert_rmsnorm` of g at the RMS of h, with h
-    for a fallback and with no ``|m_k|`` below ``0.25 rms m``, so that no coordinate is out of reach
-    or loses digits (:func:`floor_scale`); ``m' = m - μ ⊘ m`` takes the rest. A row with a delta of
-    0 stays as it is.
+    The target is ``g = delta + m ⊙ Norm(h)``. ``h_target`` is :func:`invert_rmsnorm` of g at the
+    RMS of h, with h as the fallback. The inverted scale has no ``|m_k|`` below ``0.25 rms m``
+    (:func:`floor_scale`), so that every coordinate can be reached and none loses digits. The new
+    scale ``m' = m - μ ⊘ m`` makes up for the rest. A row with a delta of 0 does not change.
 
     Args:
         delta: (M, d) of any float dtype and strides. All arithmetic is fp64.
         scale: m, (d,) or (M, d).
-        hidden_down: h, (M, d). A row of zeros has no RMS to keep and gets ``h_target`` of RMS 1.
+        hidden_down: h, (M, d). A row of zeros has no RMS to keep; its ``h_target`` has RMS 1.
         eps: the norm's.
 
     Returns:
         StableScale(u, shift, new_scale, status, evaluations), ``u = h_target - h`` rounded once.
-        Not differentiable.
+        The result is not differentiable.
 
     Raises:
         TypeError: a dtype is not floating.
@@ -71,13 +71,13 @@ _SCALE_FLOOR = 0.25
 
 
 def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
-    """The scale that the stable update inverts for, (M, d): no ``|m_k|`` is below ``0.25 rms m``,
-    or ``0.25 rms g`` where all of m is 0.
+    """The scale that the stable update inverts, (M, d): no ``|m_k|`` is below ``0.25 rms m``, or
+    below ``0.25 rms g`` if all of m is 0.
 
-    A small ``m_k`` asks for a small input of the norm and a large new scale, which multiplies the
-    rounding errors of that input: it is the sum of ``h_down`` and a change of about its size. And
-    through ``m_k = 0`` nothing can reach ``g_k``. The update is free to choose any ``m'``, so it
-    inverts for a floored scale instead; ``m'_k y_k = g_k`` then holds for every k.
+    A small ``m_k`` leads to a small input of the norm and a large new scale. The new scale
+    multiplies the input's rounding errors, because the input is the sum of ``h_down`` and a change
+    of about its size. With ``m_k = 0`` no input can reach ``g_k``. The update may choose any
+    ``m'``, so it inverts a floored scale instead. Then ``m'_k y_k = g_k`` for every k.
     """
     m = scale.double().expand(target.shape[0], -1)
     size = m.square().mean(1, keepdim=True)

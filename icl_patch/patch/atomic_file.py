@@ -16,9 +16,9 @@ _ABANDONED = 600  # seconds
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
     """Write the parts, one after the other, to ``path``: whole or not at all.
 
-    They go to a temporary file beside it, which then takes the file's name. Of a symbolic link the
-    file that it points to is replaced. A replaced file keeps its permissions. A process that is
-    killed leaves its temporary file behind.
+    The parts are written to a temporary file in the same folder, which is then renamed. If the path
+    is a symbolic link, its target is replaced. A replaced file keeps its permissions. A process
+    that is killed leaves its temporary file behind.
 
     Raises:
         OSError: the file cannot be written, or the path is neither a regular file nor free.
@@ -59,8 +59,8 @@ def _permissions(target: Path) -> int | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of a folder that nobody has written to for ten minutes: killed
-    processes have left them.
+    """Remove a folder's temporary files that nobody has written to for ten minutes; they are left
+    over from killed processes.
     """
     for leftover in folder.glob(f"{_MARK}*"):
         with suppress(FileNotFoundError):  # another process removes them too

@@ -1,14 +1,14 @@
 """A patch: the factors of every block for every kept token, with their model, tokens and positions.
 
-``patch.layers`` has a dictionary for each block. B rows, T kept tokens, k active experts; the names
-are paths relative to the block:
+``patch.layers`` has a dictionary for each block. B is the number of rows, T of kept tokens, k of
+active experts. The names are paths relative to the block:
 
 - ``{reader}.u`` (B, T, N) and ``readers.v`` (B, T, K): the reader's weight is ``W + u vᵀ``. All
   readers of one input share v; a reader of another input has ``{reader}.v``.
 - ``{down}.u``, ``{down}.v``: the output matrix is ``W_down + u vᵀ``. A direct patch of a scale
   writer has neither. ``{down}.bias_change``: the bias is ``b + Δb``.
-- ``{norm}.new_scale``: the scale m' that takes the place of m, and ``{norm}.scale`` (width,), the
-  norm's own m, so that ``Δm = m' - m``.
+- ``{norm}.new_scale``: the scale m' that replaces m, and ``{norm}.scale`` (width,), the norm's own
+  m, so that ``Δm = m' - m``.
 - ``{experts}.index`` (B, T, k) int64: the token's active experts; slot j has the factors of expert
   ``index[j]``. ``{experts}.gate_up_proj.u`` (B, T, k, N): ``W_j + u_j vᵀ`` with the readers' v.
 - ``{experts}.down_proj.u`` (B, T, d) and ``.v`` (B, T, k, width): ``W_j + u v_jᵀ``; or
@@ -59,13 +59,14 @@ class PatchReport:
     Attributes:
         reader_error: the largest ``|(W + u vᵀ) z - W z_ctx|`` of the readers, relative to
             ``max |W z_ctx|``.
-        status: of the RMSNorm inversion (:class:`icl_patch.ops.InversionStatus`; 0 without one).
-        misses: the elements of the block's output that differ, in a replay of the exact patch, from
-            the output with the context. A decode step's are those that closing could not reach.
-        correction: the exact update's correction of the direct or stable one: the root mean square
-            of the elements, each relative to its own size or the typical one of its row, (mean
-            √size)², so that one very large element does not hide the others.
-        experts_changed: the number of experts that the patched router chose and the router with the
+        status: the outcome of the RMSNorm inversion (:class:`icl_patch.ops.InversionStatus`; 0
+            without one).
+        misses: how many elements of the block's output differ, in a replay of the exact patch, from
+            the output with the context. In a decode step: how many closing could not reach.
+        correction: how much the exact update corrects the direct or stable one: the root mean
+            square of the elements, each relative to its own size or to the typical size of its
+            row, (mean √size)². One very large element therefore does not hide the others.
+        experts_changed: the number of experts that the patched router chose but the router with the
             context did not.
     """
 
@@ -93,25 +94,26 @@ def blank_report(valid: Tensor) -> PatchReport:
 class ContextPatch:
     """The change of weights that replaces a context, for ``B`` rows of ``T`` kept tokens.
 
-    A token's patch is valid for that token, its history and its position only. The attributes
-    record all of these:
+    A token's patch is valid only for that token, its history and its position. The attributes
+    record all three:
 
     Attributes:
         info: the model, tokenizer and update that the patch belongs to.
-        layers: the factors of every block, by name (see the module's table); layer_indices: which
-            blocks; blocks: path and form of every block of the model.
-        kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded.
-            The slot is the column in the whole sequence; sliding windows are counted in slots.
+        layers: the factors of every block, by name (see the module's table).
+        layer_indices: the blocks that ``layers`` covers.
+        blocks: path and form of every block of the model.
+        kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded. A
+            slot is a token's column in the whole sequence. Sliding windows count slots.
         prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first
             absorbed one; left-padded.
-        logits: (B, T, V) with the context, or None (they are not saved): of the unmodified model if
-            the patch took two passes, of the context stream if it took one.
-        digest: of the logits of its replay where it was made, which later replays are compared
-            with; None if there was none. See :attr:`replay_digest`.
-        report: the diagnostics, or None for a loaded patch.
-        weights: the model's weights, which are hashed again when the patch is saved; None if it was
-            loaded or copied.
-        hooked: whether the model had forward hooks when it was computed; it is not saved.
+        logits: (B, T, V) with the context, or None, since they are not saved. They are those of the
+            unmodified model if the patch took two passes, and of the context stream if it took one.
+        digest: a digest of the logits of a replay on the machine that made the patch; later replays
+            are compared with it. None without such a replay. See :attr:`replay_digest`.
+        report: the diagnostics; None for a loaded patch.
+        weights: the model's weights, which :meth:`save` hashes again; None if the patch was loaded
+            or copied.
+        hooked: whether the model had forward hooks during the computation; it is not saved.
     """
 
     info: PatchInfo
@@ -142,8 +144,8 @@ class ContextPatch:
 
     @property
     def replay_digest(self) -> LogitDigest | None:
-        """The digest, with bits if a replay is to have them; None if the patch has other factors or
-        tokens than it was made with, and so another replay.
+        """The digest, with bits if a replay should have the same bits. None if factors or tokens
+        have changed since the digest was taken, so that the replay is another one.
         """
         digest = self._valid_digest
         return digest and digest.hashed(self.logits)
@@ -193,16 +195,16 @@ class ContextPatch:
     ) -> "ContextPatch":
         """A part of the patch: rows of the batch, kept tokens, layers.
 
-        Any part can be measured and saved. It can be replayed if all layers are there and the
-        tokens start at the first (each kept token attends to the ones before it). Two kinds of
+        Any part can be measured and saved. A part can be replayed if it has all layers and its
+        tokens start at the first, because each kept token attends to those before it. Two kinds of
         patches must be replayed whole, because other shapes change the result: a direct patch of a
         scale writer, which divides by activations, and a patch of a model with sparse attention,
         which breaks ties between tokens by their places. An exact patch in the model's arithmetic
-        is bit-identical when it is replayed whole; a part of one is right up to rounding. Rows of
-        one in the batch-invariant arithmetic are bit-identical too.
+        is bit-identical when replayed whole; its parts are right up to rounding. In the
+        batch-invariant arithmetic its rows are bit-identical too.
 
         Raises:
-            ValueError: nothing would be left, or the layers would change their order.
+            ValueError: the part would be empty, or the layers would change their order.
         """
         names = ("kept_ids", "kept_mask", "position_ids", "kept_slots")
         cut: dict[str, Any] = {name: getattr(self, name)[rows, tokens] for name in names}
@@ -212,8 +214,8 @@ class ContextPatch:
             raise ValueError(f"expected layers in increasing order, got {layers}")
         if 0 in cut["kept_ids"].shape or not chosen:
             raise ValueError(
-                f"expected rows, tokens and layers that leave something, got {rows}, {tokens},"
-                f" {layers} of {self!r}"
+                f"expected at least one row, token and layer, got {rows}, {tokens}, {layers} of"
+                f" {self!r}"
             )
         kept = range(self.kept_ids.shape[1])[tokens]
         whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
@@ -235,7 +237,7 @@ class ContextPatch:
         return part.with_digest(digest.part(rows, tokens, same_rows and kept == all_tokens))
 
     def of_token(self, row: int, token: int) -> list[dict[str, Tensor]]:
-        """The factors (width,) of one kept token, of every layer; negative numbers count from the
+        """The factors (width,) of one kept token in every layer. Negative numbers count from the
         end of the row's tokens.
 
         Raises:
@@ -259,7 +261,7 @@ class ContextPatch:
         """Size of the change of every patched parameter: ``‖ΔW‖_F = ‖u‖ ‖v‖``, ``‖Δb‖`` and
         ``‖Δm‖``, by the module's name.
 
-        Each is (L, B, T), with 0 for a block that has no such module; of experts it is the root of
+        Each is (L, B, T), with 0 for a block without such a module. For experts it is the root of
         the sum of squares.
         """
         sizes: dict[str, dict[int, Tensor]] = {}
@@ -281,13 +283,13 @@ class ContextPatch:
                 yield place, change
 
     def weight_changes(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
-        """The materialised change of every patched parameter for one token: its name in the model's
-        state dict, and ``u vᵀ``, Δb or Δm.
+        """Yield the materialised change of every patched parameter for one token: its name in the
+        model's state dict, and ``u vᵀ``, Δb or Δm.
 
-        Of a parameter that holds the matrices of many experts, ``name[e]`` is the e-th; the token's
-        active experts change. JetMoE's and DBRX's have the names of transformers' own layout.
-        Yields one at a time: no other function builds a matrix of a
-        weight's size.
+        If a parameter contains the matrices of many experts, ``name[e]`` is the e-th matrix; only
+        the token's active experts change. Experts of JetMoE and DBRX have the names of
+        transformers' own layout. The changes come one at a time: each is as large as its weight,
+        and no other function builds such a matrix.
         """
         for place, change in self._changes():
             path = self.blocks[self.layer_indices[place]].path
@@ -299,12 +301,12 @@ class ContextPatch:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the patch to a safetensors file; the file appears whole or not at all.
 
-        A symbolic link stays, and its target is replaced; a replaced file keeps its permissions.
-        If the model still exists its weights are hashed: they must be those that the patch was
+        A symbolic link stays, and its target is replaced. A replaced file keeps its permissions. If
+        the model still exists, its weights are hashed; they must be those that the patch was
         computed with.
 
         Raises:
-            FingerprintMismatch: the model's weights do not have the patch's fingerprint (any more).
+            FingerprintMismatch: the model's weights no longer have the patch's fingerprint.
             OSError: the file cannot be written.
             PatchFormatError: a factor is not finite.
         """
@@ -328,9 +330,9 @@ class ContextPatch:
         check = None if self.weights is None else self.weights.check()
         if check is not None and check.fingerprint != self.info.fingerprint:
             raise FingerprintMismatch(
-                f"expected {self.info.model} with the weights that the patch names "
-                f"({self.info.fingerprint[:12]}…), got it with others ({check.fingerprint[:12]}…): "
-                "they have changed before or after it was computed. Compute it again, then save it"
+                f"expected {self.info.model} with the weights of the patch "
+                f"({self.info.fingerprint[:12]}…), got other weights ({check.fingerprint[:12]}…): "
+                "they changed before or after its computation. Compute it again, then save it"
             )
 
     @classmethod
@@ -340,14 +342,14 @@ class ContextPatch:
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> "ContextPatch":
-        """Read a patch file, checked whole before anything is returned; with a model, its tensors
-        go to the model's device.
+        """Read a patch file and check all of it before returning the patch. With a model, the
+        tensors go to the model's device.
 
         Raises:
-            PatchFormatError: the file is no patch file; or it has another SHA-256 than it names; or
-                an entry or a tensor is missing, or there are others; or it does not fit the model.
-            FingerprintMismatch: the patch was computed with other weights, another dtype or another
-                tokenizer than the given ones.
+            PatchFormatError: the file is not a patch file; its SHA-256 is not the one in its
+                header; an entry or a tensor is missing or unknown; or it does not fit the model.
+            FingerprintMismatch: the patch was computed with weights, a dtype or a tokenizer other
+                than the given ones.
             OSError: the file cannot be read.
         """
         patch = cls(**read_patch(path))
@@ -356,7 +358,7 @@ class ContextPatch:
     def fitted_to(
         self, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> "ContextPatch":
-        """This patch, checked against the given ones, on the model's device; raises as
+        """This patch on the model's device, checked against the given ones. Raises as
         :meth:`load`.
         """
         if model is not None:
@@ -378,9 +380,8 @@ class ContextPatch:
                 near = numbers and math.isclose(found, expected, rel_tol=2.0**-40)
                 if found != expected and not near:
                     raise PatchFormatError(
-                        f"expected a patch of blocks as this version reads them, with {name}"
-                        f" {expected} in {block.path}, got one with {found}: compute the patch"
-                        " again"
+                        f"expected a patch of blocks with {name} {expected} in {block.path}, as"
+                        f" this version reads them, got one with {found}: compute the patch again"
                     )
 
     def check_tokenizer(self, fingerprint: str) -> None:

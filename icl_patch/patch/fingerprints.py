@@ -28,16 +28,16 @@ def weight_fingerprint(model: nn.Module) -> str:
     a model computes from its configuration (rotary frequencies) are left out, because they differ
     between devices by rounding, and some models replace them as a sequence grows.
 
-    Of every tensor the hash covers the name, and of each plain tensor that it is made of the shape,
-    the dtype and the content, in logical order. The content is cut into rows of 1024 words x of 8
-    bytes, the last one filled up with zeros. Each row enters as two checksums modulo 2⁶⁴,
+    The hash covers the name of every tensor, and the shape, dtype and content of each plain tensor
+    in it, in logical order. The content is cut into rows of 1024 words x of 8 bytes, and the last
+    row is padded with zeros. Each row contributes two checksums modulo 2⁶⁴,
 
         Σ f_k x_k   and   Σ f_k (x_k >> 32),
 
     with fixed factors f that are odd and differ in their low 32 bits. A change within one word and
     an exchange of two elements (of up to 8 bytes) always change a checksum. For random factors any
-    other change would go unnoticed with a probability of at most 2⁻³². The device and the memory
-    layout make no difference.
+    other change would go unnoticed with a probability of at most 2⁻³². The hash does not depend on
+    the device and the memory layout.
 
     Raises:
         UnsupportedModelError: the model is split over processes, and nothing is attached to it.
@@ -63,7 +63,8 @@ def _together(hashes: Mapping[str, str]) -> str:
 def tensor_hashes(model: nn.Module, *, whole: bool = False) -> dict[str, str]:
     """The hash of each tensor of :func:`weight_fingerprint`, by name.
 
-    whole: put a tensor together that several ranks share; all of them call this then.
+    whole: join the parts of a tensor that several ranks share. All of these ranks must then call
+    this function.
     """
     hashes, known = dict[str, str](), dict[int, str]()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
@@ -125,14 +126,16 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 def check_same_model(
     model: PreTrainedModel, name: str, dtype: str | None, expected: str, got: str | None = None
 ) -> None:
-    """Check that a model has the weights of the model of a patch, in their dtype.
+    """Check that a model has the weights and the dtype that a patch was computed with.
 
     Args:
-        name: of the patch's model. dtype: its dtype, ``"torch.float32"``; None if it is not known.
-        expected: its fingerprint. got: the fingerprint of ``model``, taken now by default.
+        name: the name of the patch's model.
+        dtype: its dtype, such as ``"torch.float32"``; None if unknown.
+        expected: its fingerprint.
+        got: the fingerprint of ``model``; taken now by default.
 
     Raises:
-        FingerprintMismatch: it has others.
+        FingerprintMismatch: the model has other weights or another dtype.
     """
     got, other = got or weight_fingerprint(model), dtype not in (None, str(model.dtype))
     if got != expected or other:
@@ -147,8 +150,8 @@ def check_same_model(
 def weight_state(model: nn.Module) -> list[tuple[int, int, torch.dtype]]:
     """Address, version and dtype of all parameters and persistent buffers.
 
-    The state changes when a weight is replaced, or written to in place. Torch does not count writes
-    through ``.data`` and writes to tensors that were made in inference mode.
+    The state changes when a weight is replaced or written to in place. Torch does not count writes
+    through ``.data``, or writes to tensors created in inference mode.
     """
     tensors: list[Tensor] = list(model.parameters())
     for module in model.modules():
@@ -174,8 +177,8 @@ class WeightCheck:
 class WatchedWeights:
     """The fingerprint of a model's weights, taken again after each change that torch counts.
 
-    A patcher and its patches share it. It does not keep the model alive. Of a model that is split
-    over processes each rank hashes its own part; the others' hashes are those of the last
+    A patcher and its patches share it. It does not keep the model alive. If the model is split over
+    processes, each rank hashes its own part; the hashes of the other parts are those of the last
     :meth:`refresh`.
     """
 
@@ -188,10 +191,10 @@ class WatchedWeights:
         self._own: dict[str, str] = {}
 
     def refresh(self) -> None:
-        """Take the hashes of all ranks, if one of them has changed. All ranks call it.
+        """Collect the hashes of all ranks if one of them has changed. All ranks must call it.
 
         Raises:
-            RankError: two ranks have other contents of one tensor.
+            RankError: two ranks have different contents of one tensor.
         """
         model = self._model()
         assert model is not None

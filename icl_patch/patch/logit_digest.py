@@ -1,5 +1,5 @@
-"""A few numbers on the logits that a patch's replay gave where the patch was made: a file holds
-them, so that a replay elsewhere, which may round otherwise, can be compared.
+"""A few numbers about the logits of a patch's replay on the machine that made the patch. Its file
+stores them, so that a replay elsewhere, which may round differently, can be compared.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,16 @@ _MULTIPLIER = 0x1E3779B97F4A7C15  # odd, without a pattern
 
 @dataclass(frozen=True, eq=False)
 class LogitDigest:
-    """Of the logits (V,) of each kept token.
+    """A digest of the logits (V,) of each kept token.
 
     Attributes:
         argmax: (B, T) int64, the token with the largest logit; -1 for padding and for rows that had
-            ended, of which nothing is known.
+            ended, whose logits are unknown.
         largest, size: (B, T), that logit, and the largest absolute value of all logits; in the
             dtype of the arithmetic, which has fewer digits than the logits under autocast.
-        bits: (B, T) int64, :func:`row_hashes`, if a replay is to have all bits; else None.
-        identical: whether it is. ``bits`` of a patch in memory are taken when they are needed.
+        bits: (B, T) int64, :func:`row_hashes` if a replay should have the same bits; else None.
+        identical: whether a replay should have the same bits. While a patch is in memory, ``bits``
+            is computed on demand.
         replayed: the state of the factors and tokens that gave the logits; it is not saved.
     """
 
@@ -43,8 +44,9 @@ class LogitDigest:
     def of(
         cls, logits: Tensor, known: Tensor, dtype: torch.dtype, identical: bool
     ) -> "LogitDigest":
-        """Of logits (B, T, V). known: (B, T) bool, the tokens that have them. dtype: of the
-        arithmetic.
+        """The digest of logits (B, T, V).
+
+        known: (B, T) bool, the tokens that have logits. dtype: of the arithmetic.
         """
         largest, argmax = logits.max(-1)
         size = torch.maximum(largest.abs(), logits.amin(-1).abs())
@@ -58,17 +60,17 @@ class LogitDigest:
         return self.argmax >= 0
 
     def of_tensors(self, tensors: Iterable[Tensor]) -> "LogitDigest":
-        """The same, of these factors and tokens as they are now."""
+        """The same digest, recorded for these factors and tokens as they are now."""
         return replace(self, replayed=tensor_state(tensors))
 
     def hashed(self, logits: Tensor | None) -> "LogitDigest":
-        """With ``bits``, of these logits, if a replay is to have them."""
+        """The digest with ``bits`` of these logits, if a replay should have the same bits."""
         if logits is None or not self.identical or self.bits is not None:
             return self
         return replace(self, bits=row_hashes(logits))
 
     def part(self, rows: slice, tokens: slice, identical: bool) -> "LogitDigest":
-        """Of some rows and tokens. identical: whether a replay of the part has their bits."""
+        """The digest of some rows and tokens. identical: whether their replay has the same bits."""
         names = ("argmax", "largest", "size", "bits")
         cut = {name: x[rows, tokens] for name in names if (x := getattr(self, name)) is not None}
         if not identical:
@@ -78,19 +80,20 @@ class LogitDigest:
     # -- comparing
 
     def other_bits(self, logits: Tensor) -> Tensor:
-        """The tokens (B, T) bool with other bits than they are to have."""
+        """The tokens (B, T) bool whose bits differ from the recorded ones."""
         if self.bits is None:
             return torch.zeros_like(self.known)
         return (row_hashes(logits) != self.bits) & self.known
 
     def errors(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """How far logits l' (B, T, V) are from those there, l with argmax a; each (B, T) fp64::
+        """How far logits l' (B, T, V) are from the recorded l with argmax a; each (B, T) fp64::
 
             max(|l'_a - l_a|, max l' - l_a) / max |l|      at most max |l' - l| / max |l|
             (max l' - l'_a) / max |l|                      by which another token is ahead now
 
-        The first one: no element of l is above ``l_a``, so the element that is the largest now has
-        grown by ``max l' - l_a`` or more. Two NaN are equal; NaN on one side gives infinity.
+        About the first one: no element of l is above ``l_a``, so the element that is the largest
+        now has grown by ``max l' - l_a`` or more. Two NaN are equal. NaN on one side gives
+        infinity.
         """
         there, now = self.largest.double(), logits.amax(-1).double()
         same = logits.gather(-1, self.argmax.clamp(min=0).unsqueeze(-1)).squeeze(-1).double()
@@ -110,15 +113,16 @@ register_dataclass(LogitDigest)  # so that tree_map reaches its tensors
 
 
 def tensor_state(tensors: Iterable[Tensor]) -> TensorState:
-    """Address and version of tensors: it changes if one is replaced or written to."""
+    """Addresses and versions of tensors. They change if a tensor is replaced or written to."""
     return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
 
 
 def row_hashes(logits: Tensor) -> Tensor:
     """A hash of the bits of each row: (..., V) -> (...) int64; 0 and -0 are alike.
 
-    ``Σ_k f_k x_k`` modulo 2⁶⁴, with the row as words x of 8 bytes, filled up with zeros, and fixed
-    odd factors f: a change of one logit changes it, others go unnoticed by accident only.
+    ``Σ_k f_k x_k`` modulo 2⁶⁴, with the row as words x of 8 bytes, padded with zeros, and fixed odd
+    factors f. A change of one logit always changes the hash; other changes go unnoticed only by
+    accident.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     parts = rows.split(max(1, _AT_ONCE // rows.shape[1]))

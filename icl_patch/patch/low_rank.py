@@ -34,12 +34,12 @@ class LowRank:
         return self.u.shape[-2]
 
     def dense(self) -> Tensor:
-        """M: (..., N, K); of several experts their sum."""
+        """M: (..., N, K); for several experts, the sum of their matrices."""
         return self.u.double().mT @ self.v.double()
 
     def truncated(self, rank: int) -> "LowRank":
-        """The nearest matrix of at most this rank, in the dtypes of u and v: the largest singular
-        values are kept, and the root of each goes into both factors.
+        """The nearest matrix of at most this rank, in the dtypes of u and v. It keeps the largest
+        singular values, and multiplies both factors by the root of each.
         """
         left, left_r = torch.linalg.qr(self.u.double().mT)
         right, right_r = torch.linalg.qr(self.v.double().mT)
@@ -63,7 +63,7 @@ class LowRank:
         return products.sum((-2, -1))
 
     def norm(self) -> Tensor:
-        """``‖M‖_F``: (...). Of a matrix of rank 1 it is the spectral norm too."""
+        """``‖M‖_F``: (...). For a matrix of rank 1 it is also the spectral norm."""
         return self.inner(self).clamp(min=0).sqrt()
 
     def cosine(self, other: "LowRank") -> Tensor:
@@ -74,7 +74,7 @@ class LowRank:
         """``M z = Σ_r (v_r·z) u_r``: z (..., K) -> (..., N).
 
         Raises:
-            ValueError: this stands for several matrices.
+            ValueError: this stands for the matrices of several experts.
         """
         if self.index is not None:
             raise ValueError("expected the change of one matrix, got those of several experts")

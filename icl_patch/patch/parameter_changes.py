@@ -1,4 +1,4 @@
-"""The changes of parameters that a block's factors give: their sizes, and as matrices."""
+"""The changes of parameters that a block's factors describe: their sizes and their matrices."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ class ParameterChange:
     """The change of one module's parameters, for B x T tokens.
 
     Attributes:
-        name: the module's path in its block; for experts with the parameter's name.
+        name: the module's path in its block; for experts it includes the parameter's name.
         parameter: the changed parameter's name in the module, "" for experts.
-        u, v: of ``W + u vᵀ``; v is None where ``u`` is itself the change, of a bias or a scale.
-        index: (B, T, k), the experts with changed matrices; u and v then have a slot each, or share
-            one.
+        u, v: the factors of ``W + u vᵀ``; v is None if ``u`` itself is the change of a bias or a
+            scale.
+        index: (B, T, k), the experts with changed matrices; u and v then have a slot for each
+            expert, or one that all share.
         transposed: whether the matrix is stored as (in, out).
     """
 
@@ -37,7 +38,7 @@ class ParameterChange:
         return size if self.index is None else size.norm(dim=-1)
 
     def low_rank(self) -> LowRank:
-        """``u vᵀ`` of B x T tokens, of experts with a slot for each; of a vector with ``v = 1``."""
+        """``u vᵀ`` of B x T tokens, with a slot for each expert; a vector has ``v = 1``."""
         u, v = self.in_slots()
         v = torch.ones_like(u[..., :1]) if v is None else v
         if self.index is None:
@@ -45,7 +46,7 @@ class ParameterChange:
         return LowRank(u, v, self.index)
 
     def in_slots(self) -> tuple[Tensor, Tensor | None]:
-        """``u`` and ``v``; those of experts with a slot for each: (B, T, k, ·)."""
+        """``u`` and ``v``; for experts with a slot for each: (B, T, k, ·)."""
         u = self._slots(self.u)
         assert u is not None
         return u, self._slots(self.v)
@@ -57,8 +58,8 @@ class ParameterChange:
         return x.unsqueeze(2).expand(-1, -1, self.index.shape[2], -1)
 
     def materialised(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
-        """The changed parameters of one token by name, and their changes; ``name[e]`` is the e-th
-        matrix of a parameter of experts.
+        """The changed parameters of one token by name, and their changes. ``name[e]`` is the e-th
+        matrix of an experts' parameter.
         """
         if self.index is None:
             v = None if self.v is None else self.v[row, token]
@@ -76,7 +77,7 @@ class ParameterChange:
 
 
 def parameter_changes(spec: BlockSpec, layer: Mapping[str, Tensor]) -> Iterator[ParameterChange]:
-    """The changes that a block's factors give, in the order of its modules."""
+    """The changes that a block's factors describe, in the order of its modules."""
 
     def read_by(part: str) -> Tensor:
         return layer[f"{part}.v" if part in spec.separately_normed else "readers.v"]

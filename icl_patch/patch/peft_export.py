@@ -27,7 +27,7 @@ def write_peft(
     r, with ``lora_alpha = r``; each of the two files appears whole or not at all.
 
     Args:
-        folder: is made.
+        folder: created if it does not exist.
         changes: path of the module in the model -> its change.
         model: the name of the base model.
         transposed: whether the modules store their weights as (in, out), as Conv1D does: one value

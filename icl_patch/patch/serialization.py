@@ -1,4 +1,4 @@
-"""The file format of a patch: reading, writing and checking its header and tensors; and the check
+"""The file format of a patch: reading, writing and checking its header and tensors. Also the check
 that a patch fits a model.
 """
 
@@ -51,18 +51,18 @@ class PatchInfo:
     """The model, tokenizer and run that a patch belongs to.
 
     Attributes:
-        model, revision: the name or path and the commit of the model, if known.
+        model, revision: the model's name or path, and its commit if known.
         fingerprint: SHA-256 of the weights.
         tokenizer: SHA-256 of the tokenizer, None without one.
-        family, update: the model's type, and the update's name. dtype: of the model.
+        family, update: the model's type and the update's name. dtype: the model's.
         passes: the number of forward passes over the kept tokens.
         longest: the number of tokens, with the context, in the longest row of the batch.
         divisible: whether some rows, or the first tokens, can be replayed without the others.
-        replayable: False if tokens or layers that a replay needs were cut out.
+        replayable: False if tokens or layers that a replay needs are missing.
         kind: "per_token", a change of the weights for each kept token.
-        arithmetic: "model" if the reproduced run rounds as the model's own modules do,
-            "autocast bfloat16" or "autocast float16" if they do so under autocast,
-            "batch_invariant" if it rounds as they do on batch-invariant functions.
+        arithmetic: how the reproduced run rounds: "model" if as the model's own modules do,
+            "autocast bfloat16" or "autocast float16" if as they do under autocast,
+            "batch_invariant" if as they do with batch-invariant functions.
         tensor_parallel: the number of devices that share a weight in that run.
     """
 
@@ -83,8 +83,8 @@ class PatchInfo:
 
 
 def check_finite(tensors: dict[str, Tensor]) -> None:
-    """Raises PatchFormatError naming the first tensor, and where it can row and token, that is not
-    finite.
+    """Raises PatchFormatError if a tensor is not finite. The error names the first such tensor and,
+    if known, its row and token.
     """
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
@@ -102,7 +102,7 @@ def check_finite(tensors: dict[str, Tensor]) -> None:
 def file_parts(header: Header, tensors: dict[str, Tensor]) -> tuple[bytes | memoryview, ...]:
     """The content of a patch file, in parts: a safetensors file with its SHA-256 in the header.
 
-    The digest is that of the whole file with 64 zeros in its own place.
+    The digest is computed over the whole file, with 64 zeros in place of the digest.
     """
     text = json.dumps({"format": FORMAT, "sha256": _NO_DIGEST, **header})
     content = safetensors.torch.save(tensors, {"icl_patch": text})
@@ -124,7 +124,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PatchFormatError(
             "expected a safetensors file (pickle is refused) with a JSON object under 'icl_patch'"
-            f" in its metadata, got {path}: it is damaged, or no patch ({error!r:.200})"
+            f" in its metadata, got {path}: it is damaged or not a patch ({error!r:.200})"
         ) from error
     if number != FORMAT:
         raise PatchFormatError(
@@ -134,7 +134,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
     digest = _digest(*_around(content, expected))
     if digest != expected:
         raise PatchFormatError(
-            f"expected a file with the SHA-256 that it names, {expected[:12]}…, got {path} with"
+            f"expected a file with the SHA-256 in its header, {expected[:12]}…, got {path} with"
             f" {digest[:12]}…: it is damaged. Copy it again, or compute the patch again"
         )
     return header, safetensors.torch.load(content)
@@ -161,7 +161,8 @@ def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The fields of a :class:`icl_patch.ContextPatch` in a file.
 
     Raises:
-        PatchFormatError: as :func:`read_file`; or it is of another kind, or an entry is missing.
+        PatchFormatError: as :func:`read_file`; or the patch is of another kind, or an entry is
+            missing.
         OSError: the file cannot be read.
     """
     header, tensors = read_file(path)
@@ -198,7 +199,7 @@ def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def digest_tensors(digest: LogitDigest | None) -> dict[str, Tensor]:
-    """The tensors of a file that hold a digest."""
+    """The tensors of a file that make up a digest."""
     named = {name: getattr(digest, name, None) for name in _DIGEST}
     return {f"logits.{name}": x.contiguous().cpu() for name, x in named.items() if x is not None}
 
@@ -220,14 +221,14 @@ def _read_digest(tensors: dict[str, Tensor], shape: torch.Size) -> LogitDigest |
 
 
 def check_kind(header: Header, kind: str, other: str) -> None:
-    """Raises PatchFormatError unless a file holds a patch of one kind; else ``other`` is said."""
+    """Raises PatchFormatError with the text ``other`` unless a file has a patch of this kind."""
     if header.get("kind") != kind:
         raise PatchFormatError(f"expected kind {kind!r}, got {header.get('kind')!r:.80}: {other}")
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raises PatchFormatError in place of the errors of a file that lacks something."""
+    """Turns the errors of a file that lacks something into PatchFormatError."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -252,7 +253,7 @@ def read_fields(header: Header, kind: type, *others: str) -> dict[str, Any]:
 
 
 def widened(factor: Tensor) -> Tensor:
-    """A factor as it is replayed: one that was rounded to bf16 for its file, in fp32."""
+    """A factor as a replay uses it: in fp32 if it was rounded to bf16 for its file."""
     return factor.float() if factor.dtype == torch.bfloat16 else factor
 
 
@@ -260,13 +261,13 @@ def widened(factor: Tensor) -> Tensor:
 
 
 def check_update(update: str) -> None:
-    """Raises ValueError unless there is such an update."""
+    """Raises ValueError if the update is unknown."""
     if update not in UPDATES:
         raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
 
 
 def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
-    """Raises PatchFormatError unless the model has the patch's experts, and every factor fits its
+    """Raises PatchFormatError unless the model has the patch's experts and every factor fits its
     parameter.
     """
     if patch.info.replayable and len(patch.blocks) != len(patch.layers):
@@ -282,8 +283,8 @@ def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
 
 
 def check_change(path: str, change: ParameterChange, model: PreTrainedModel) -> None:
-    """Raises PatchFormatError unless the model has the module, and the widths and the experts of a
-    change fit its parameter.
+    """Raises PatchFormatError unless the model has the module, and the change fits its parameter in
+    widths and experts.
     """
     holder, _, name = (path, "", change.parameter) if change.index is None else path.rpartition(".")
     try:

@@ -295,7 +295,7 @@ class AttachedModel:
             )
         if self.model.dtype != self._dtype:
             raise ValueError(
-                f"expected the model in {self._dtype}, as it was attached to, got it in"
+                f"expected the model in {self._dtype}, its dtype when it was attached, got it in"
                 f" {self.model.dtype}: attach again"
             )
         check_eval([self.model, *[block.module for block in self.blocks]])
@@ -587,10 +587,10 @@ class AttachedModel:
         error = replay_error(call_logits(self, patch), self.replay_checked(patch), patch.kept_mask)
         if error > self.replay_limit:
             raise UnsupportedModelError(
-                "expected a patch whose kept tokens the model can be called with, got one with"
-                f" which such a call is off by {error:.1g} of the largest logit: without the"
-                " context the model's windows, chunks or positions are others. Call"
-                " patcher.forward, with hooks to read activations"
+                "expected a patch with kept tokens that the model can be called with, got one where"
+                f" such a call is off by {error:.1g} of the largest logit: without the context the"
+                " model's windows, chunks or positions differ. Call patcher.forward, with hooks to"
+                " read activations"
             )
 
     # -- patches and their model

@@ -85,8 +85,8 @@ class Hooks:
         """
         if _global_forward_pre_hooks or _global_forward_hooks:
             raise UnsupportedModelError(
-                "expected no global forward hooks to replay a patch that has no logits: it does not"
-                " tell whether it was computed with them. Remove them, or compute the patch again",
+                "expected no global forward hooks to replay a patch without logits: it does not"
+                " say whether they ran when it was computed. Remove them or compute it again",
             )
         saved = [(hooks, dict(hooks)) for hooks in self._dicts if hooks]
         replaced = [(part, vars(part).get("forward"), was) for _, part, was in self._replaced()]

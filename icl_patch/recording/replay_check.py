@@ -37,8 +37,8 @@ def check_replay(patch: ContextPatch, logits: Tensor) -> None:
             f"expected a replay with the logits that this {update} patch had where it was made, up"
             f" to rounding ({limit:.1g} of the largest one), got others, off by at least"
             f" {error:.1g}, at {_places(off, known)}; {int((ahead > 2 * limit).sum())} of them are"
-            " followed by another token. Numbers round otherwise here, as on another processor,"
-            f" with another number of threads or version of torch{_ADVICE[update]}"
+            " followed by another token. This machine rounds differently, as with another"
+            f" processor, number of threads or version of torch{_ADVICE[update]}"
         )
     differs = "other bits" if other.any() else "other logits at some tokens"
     rest = "at the other tokens" if off.any() else "up to rounding"

@@ -1,4 +1,4 @@
-"""The model's own answers to questions with their context, which a fit teaches."""
+"""The model's own answers to questions with their context. A fit trains a patch to give them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -62,15 +62,15 @@ def answered(
     known: Answers | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Example]:
-    """The examples with the model's own greedy answers where none are given.
+    """The examples, with the model's own greedy answers for those that have none.
 
     Args:
-        known: answers that the model has given already; new ones are added, batch by batch.
-        say: called with a line on the time that the answers take, when it can be estimated.
+        known: answers that the model has given before; new answers are added, batch by batch.
+        say: called with a line about the time for the answers, once it can be estimated.
 
     Raises:
-        ValueError: ids are not in the vocabulary, or there are more tokens than positions; or the
-            same prompt without its context has different answers, which no one patch can give.
+        ValueError: ids are not in the vocabulary; there are more tokens than positions; or the same
+            prompt without its context has different answers, which no single patch can give.
     """
     known = {} if known is None else known
 
@@ -109,7 +109,7 @@ def answered(
 
 
 def ends_of(model: PreTrainedModel, end: Tokens) -> list[int]:
-    """The ids that end an answer: ``end``, or those of the model's generation configuration."""
+    """The ids that end an answer: ``end`` or those of the model's generation configuration."""
     return list(end or configured_ends(model))
 
 
@@ -120,9 +120,9 @@ def greedy(
     end: Tokens = (),
     criteria: Sequence[StoppingCriteria] = (),
 ) -> list[Tokens]:
-    """The model's greedy continuation of each row of ids, up to the end token and with it; with no
-    options of the model's generation configuration, whose penalties give other tokens than the
-    model's first choice.
+    """The model's greedy continuation of each row of ids, up to and including the end token. It
+    ignores the model's generation configuration, because penalties in it lead to other tokens than
+    the model's first choice.
     """
     ends = ends_of(model, end)
     ids, mask = padded(rows, "left")

@@ -27,15 +27,15 @@ _FRONT_TEXTS = 4  # by which the token before a text is chosen
 class Example:
     """A prompt as the model sees it with the context and without it, and the answer with it.
 
-    A static patch is to give ``without`` the answers of ``with_context``. The two may differ in any
-    way: in a chat the context may take the place of the template's own system message.
+    With a static patch, ``without`` should get the answers of ``with_context``. The two may differ
+    in any way: in a chat the context may replace the template's own system message.
 
     Attributes:
         with_context, without: the ids of the prompt.
-        answer: the ids of the answer, its last token included; None: the model's own greedy answer
+        answer: the ids of the answer, with its last token; None means the model's own greedy answer
             with the context.
-        end: ids that end an answer; none: those of the model's generation configuration.
-        end_is_guessed: whether the answer may well end otherwise, as a text's without ``end=``.
+        end: ids that end an answer; if empty, those of the model's generation configuration.
+        end_is_guessed: whether ``end`` is only a guess, as for a text without ``end=``.
 
     Raises:
         ValueError: one of them is empty.
@@ -54,7 +54,7 @@ class Example:
         if not self.with_context or not self.without or self.answer == ():
             lengths = len(self.with_context), len(self.without)
             raise ValueError(
-                f"expected two prompts and perhaps an answer, none of them empty, got {lengths[0]}"
+                f"expected two prompts and an optional answer, none of them empty, got {lengths[0]}"
                 f" and {lengths[1]} tokens and the answer {self.answer}"
             )
 
@@ -70,23 +70,23 @@ def examples(
     answers: Sequence[str] | None = None,
     end: str | None = None,
 ) -> list[Example]:
-    """An example of each question, from text or chats.
+    """Make an example of each question, from texts or chats.
 
     Args:
-        model, tokenizer: a text begins with the token that :func:`front` chooses for them; a chat
-            as the template writes it.
+        model, tokenizer: a text begins with the token that :func:`front` chooses for them. A chat
+            begins as the template writes it.
         questions: texts, or chats of several messages.
-        context: the text before a question, with ``chat`` at the beginning of the user's first
-            message; system: the system message of a chat. One of them, see
+        context: the text before a question; with ``chat`` it begins the user's first message.
+        system: the system message of a chat. Give either it or ``context``; see
             :func:`icl_patch.models.prompts.make_prompt`.
-        answers: texts, one a question; by default the model answers.
-        end: the one token that ends an answer; it is added to the given answers. By default
+        answers: a text for each question; by default the model answers.
+        end: the single token that ends an answer; it is added to the given answers. By default
             :func:`icl_patch.models.ends.answer_ends`: in a chat the end of the template's turn.
 
     Raises:
-        ValueError: questions or answers are no lists; ``end`` is not one token; or as
+        ValueError: questions or answers are not lists; ``end`` is not one token; or as
             :func:`icl_patch.models.prompts.make_prompt`.
-        TypeError: one of the texts is none.
+        TypeError: one of the texts is not a string.
     """
     if isinstance(questions, str) or isinstance(answers, str):
         raise ValueError(
@@ -155,20 +155,20 @@ def _behind(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Tok
 def documents(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> list[Tokens]:
-    """Texts as ids behind the token that stays in front, for a fit's ``preserve``."""
+    """Texts as ids after the token that stays in front, for ``preserve`` of a fit."""
     first = front(model, tokenizer)
     return [(*first, *encode(tokenizer, text)) for text in texts]
 
 
 @torch.no_grad()
 def front(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The tokens that are to stand before every text; none without special tokens.
+    """The tokens to put before every text; empty without special tokens.
 
-    Trained models give most of their attention to the first token. One that stays in front keeps
-    this attention in its place with a context and without it; where the question's first token
-    takes it, a fit tears it down. They are those that the tokenizer puts there by itself; else the
-    one special token behind which the model finds a few texts most likely, as the one that
-    separated the documents of its training.
+    Trained models give most of their attention to the first token. A token that stays in front
+    keeps this attention in its place, with a context and without it. If the question's first token
+    gets this attention, a fit destroys it. The tokens are those that the tokenizer adds by itself.
+    If it adds none, it is the special token after which the model finds a few texts most likely,
+    such as the one that separated the documents in training.
     """
     if own := own_front(tokenizer):
         return own
@@ -194,14 +194,14 @@ def pad(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def preserved_texts() -> list[str]:
-    """A hundred short texts of many kinds, which come with the package."""
+    """A hundred short texts of many kinds, shipped with the package."""
     content = files("icl_patch.static").joinpath("preserved_texts.txt").read_text(encoding="utf-8")
     return content.strip().split("\n\n")
 
 
 def check_row(model: PreTrainedModel, row: Sequence[int], new: int = 0) -> None:
-    """Raises ValueError unless the model has the ids of a row, and positions for it and ``new``
-    tokens behind it.
+    """Raises ValueError unless the model has the ids of a row, and positions for the row and
+    ``new`` tokens after it.
     """
     ids = torch.tensor([list(row)])
     check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
@@ -216,8 +216,8 @@ def batches(
     count: int | None = None,
     tokens: int = ROW_TOKENS,
 ) -> list[list[_T]]:
-    """The items, sorted by length, in groups of at most ``count`` with at most ``tokens`` tokens,
-    padding included; the lengths of a group are of one kind.
+    """The items, sorted by length, in groups of at most ``count`` items and ``tokens`` tokens,
+    padding included. The lengths of a group are of one kind.
     """
     groups: list[list[_T]] = []
     for item in items:

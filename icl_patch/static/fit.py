@@ -1,4 +1,4 @@
-"""Fitting a static patch: the call, its checks, and what it refuses to return."""
+"""Fitting a static patch: the call, its checks, and the patches that it refuses to return."""
 
 import copy
 import math
@@ -67,54 +67,53 @@ def fit(
     progress: Progress = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> StaticPatch:
-    """One change of weights with which the model, without the context of the examples, answers as
-    it does with it: low-rank factors with the smallest mean KL(with context ‖ patched) over the
+    """Fit one change of weights, with which the model answers without the context of the examples
+    as it does with it. The low-rank factors minimise the mean KL(with context ‖ patched) over the
     answers' tokens, plus κ times KL(unpatched ‖ patched) over preserved texts.
 
-    Fits take turns. No other thread may use the model meanwhile.
+    Fits run one after the other. No other thread may use the model during a fit.
 
     Args:
-        model: a causal language model without experts and recurrent layers. Its weights stay as
-            they are.
-        examples: of :func:`icl_patch.static.examples`; where they have no answers, the model
-            answers greedily with the context, with at most ``max_new_tokens``.
-        tokenizer: its fingerprint goes into the patch; it encodes the texts that are preserved by
-            default.
-        held_out: examples on which the patch is measured, and by which the best step is chosen; by
-            default every fifth of up to 20 ``examples``, every tenth of more, at most 32.
-        preserve: ids of texts on which the patched model is to stay as it is; by default a hundred
-            short texts of many kinds. One in five is not fitted, but measured.
-        kappa: the weight κ of the preserved texts at the beginning; it grows while they move by
-            more than a KL of 0.1.
-        parts: the matrices that may change: the ``"mlp"``'s, ``"attention"``'s.
-        rank: of each change.
-        first_block: the first block that is changed: blocks that are left out save time, and cost
-            some quality.
-        seconds: a budget of time for the whole fit; it makes as many steps as fit. The model's own
-            answers are part of it, and come to their end in any case: keep them as ``answers``.
-        distillation: steps, learning rate and the like.
-        start: a patch from which the training starts; its changes are cut to ``rank``.
-        max_new_tokens: of an answer that the model gives.
-        accept_worse: return the patch even if it is worse than none, or moves preserved texts.
-        answers: an empty dictionary gets the answers that the model gives; a later fit of this
-            model with the same questions and ``max_new_tokens`` takes them from there.
+        model: a causal language model without experts and recurrent layers. Its weights do not
+            change.
+        examples: from :func:`icl_patch.static.examples`. If they have no answers, the model answers
+            greedily with the context, in at most ``max_new_tokens`` tokens.
+        tokenizer: the patch stores its fingerprint, and it encodes the default ``preserve`` texts.
+        held_out: examples that measure the patch and decide on the best step; by default every
+            fifth of up to 20 ``examples``, every tenth of more, at most 32.
+        preserve: ids of texts on which the patched model should not change; by default a hundred
+            short texts of many kinds. One in five is not fitted, only measured.
+        kappa: the initial weight κ of the preserved texts; it grows while they move by more than a
+            KL of 0.1.
+        parts: the matrices that may change: those of the ``"mlp"``, those of ``"attention"``.
+        rank: the rank of each change.
+        first_block: the first block that may change. Leaving out blocks saves time and costs some
+            quality.
+        seconds: a time budget for the whole fit, which makes as many steps as the budget allows.
+            The model's own answers count too, and are always completed: keep them as ``answers``.
+        distillation: steps, learning rate and other settings of the training.
+        start: a patch from which the training starts; its changes are truncated to ``rank``.
+        max_new_tokens: the maximum length of an answer that the model gives.
+        accept_worse: return the patch even if it is worse than none or moves preserved texts.
+        answers: an empty dictionary, to which the fit adds the model's answers. A later fit of this
+            model with the same questions and ``max_new_tokens`` reuses them.
         progress: called with (done, total) steps.
-        say: called with a line of text on the time that the answers take, when they have begun, and
-            on each measurement.
+        say: called with a line of text about the time for the answers, once they have begun, and
+            about each measurement.
 
     Returns:
         The patch, with a :class:`icl_patch.static.StaticReport`.
 
     Raises:
-        HarmfulPatchError: on held-out questions the KL divergence is larger with the patch than
-            without one, or that of preserved texts that were not fitted is above 0.2.
-        UnsupportedModelError: the model has a block that cannot hold a static patch, or weights
-            that are offloaded.
-        ValueError: there are no examples, or one of ``held_out`` is among them; an option does not
-            fit; the rank is above that of a matrix; two examples want different answers to one
-            prompt; activations are NaN; the model is training; ``start`` changes other matrices; or
-            no step fits into ``seconds``, which names a number that suffices.
-        FingerprintMismatch: ``start`` is of another model.
+        HarmfulPatchError: the KL divergence on held-out questions is larger with the patch than
+            without one, or that on preserved texts that were not fitted is above 0.2.
+        UnsupportedModelError: a block of the model cannot have a static patch, or its weights are
+            offloaded.
+        ValueError: there are no examples, or one is also in ``held_out``; an option does not fit;
+            the rank is above that of a matrix; two examples want different answers to one prompt;
+            activations are NaN; the model is in training mode; ``start`` changes other matrices; or
+            ``seconds`` allows no step (the error names a number that suffices).
+        FingerprintMismatch: ``start`` belongs to another model.
     """
     began = time.perf_counter()
     if not examples or not 0 <= kappa < math.inf or not seconds > 0:
@@ -253,8 +252,8 @@ def _check_rows(
     """
     if any(isinstance(text, str) or not len(text) for text in texts):
         raise ValueError(
-            "expected ids of texts to preserve, at least one each, got text or none:"
-            " static.documents gives them"
+            "expected ids of texts to preserve, at least one id in each, got a string or no ids:"
+            " static.documents returns ids"
         )
     for text in texts:
         check_row(model, text, 1)
@@ -364,8 +363,8 @@ def _check_harmless(report: StaticReport) -> None:
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of the model with weights in a dtype; its buffers, such as rotary frequencies, keep
-    theirs.
+    """A copy of the model with weights in this dtype. Buffers, such as rotary frequencies, keep
+    their own dtype.
     """
     weights: dict[int, Any] = {
         id(x): torch.nn.Parameter(x.detach().to(dtype), requires_grad=False)

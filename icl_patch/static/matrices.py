@@ -21,14 +21,13 @@ PARTS = ("mlp", "attention")
 def find_matrices(
     model: PreTrainedModel, parts: Iterable[str], first_block: int = 0
 ) -> dict[str, tuple[int, int]]:
-    """The matrices of some of :data:`PARTS` in the blocks from one on: paths of their modules, and
+    """The matrices of some :data:`PARTS`, from one block on: the paths of their modules, with
     (N, K).
 
     Raises:
-        ValueError: a part that is not in :data:`PARTS`, none, or a block that the model lacks.
+        ValueError: a part is not in :data:`PARTS`, there is none, or the model lacks the block.
         TypeError: a module of the model is patched.
-        UnsupportedModelError: a block has experts or a recurrent layer, or it has none of the
-            matrices.
+        UnsupportedModelError: a block has experts or a recurrent layer, or none of the matrices.
     """
     wanted = set(parts)
     if not wanted or wanted - set(PARTS):
@@ -87,7 +86,7 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
     """(N, K) of a linear map.
 
     Raises:
-        UnsupportedModelError: the module is no matrix that a patch can be merged into.
+        UnsupportedModelError: the module is not a matrix that a patch can be merged into.
     """
     try:
         rows, columns = matrix_of(module).shape

@@ -55,11 +55,15 @@ _UNKNOWN_FRONT = "With which token prompts are to begin is not known.\n"
 class StaticInfo:
     """The model and the fit that a static patch comes from.
 
-    model: the name or path the model was loaded from; fingerprint: SHA-256 of its weights, None if
-    it is not known; tokenizer: SHA-256 of the tokenizer, None if there was none; family: of the
-    model; method: "distill" or how else the patch was made; front: the id with which every prompt
-    of the fit began, in a tuple, and with which prompts are to begin; () if it is not known; dtype:
-    of the model, as "torch.float32", None if it is not known.
+    Attributes:
+        model: the name or path that the model was loaded from.
+        fingerprint: SHA-256 of its weights; None if unknown.
+        tokenizer: SHA-256 of the tokenizer; None if there was none.
+        family: the model's type.
+        method: how the patch was made, such as "distill".
+        front: a tuple with the id at the start of every prompt of the fit. Later prompts should
+            start with it too. () if unknown.
+        dtype: the model's, such as "torch.float32"; None if unknown.
     """
 
     model: str
@@ -78,7 +82,7 @@ class StaticInfo:
         method: str,
         front: Tokens = (),
     ) -> "StaticInfo":
-        """The info of a model as it is now."""
+        """The info of a model in its present state."""
         return cls(
             model=model.config.name_or_path or type(model).__name__,
             fingerprint=weight_fingerprint(model),
@@ -95,9 +99,9 @@ class StaticPatch:
     """A change ``ΔW = Σ_r u_r v_rᵀ`` of some matrices of a model, the same for every token.
 
     Attributes:
-        info: the model and the fit that it comes from.
+        info: the model and the fit that the patch comes from.
         changes: path of the module in the model -> its change, u (R, N) and v (R, K) fp32.
-        report: the measurements of the fit; None for patches that were combined.
+        report: the measurements of the fit; None for a combination of patches.
     """
 
     info: StaticInfo
@@ -167,16 +171,16 @@ class StaticPatch:
     def applied(
         self, model: PreTrainedModel, *, check_front: bool = True
     ) -> Iterator[PreTrainedModel]:
-        """Within this context the model computes with the changed weights, by fused products; its
-        parameters stay as they are: ``state_dict`` and ``save_pretrained`` have them without the
+        """Within this context the model computes with the changed weights, by fused products. Its
+        parameters do not change: ``state_dict`` and ``save_pretrained`` return them without the
         change, and warn. A copy of the model keeps the change until :func:`icl_patch.detach`.
 
         Args:
             model: the patch's model.
-            check_front: warn once of a row whose first token is not ``info.front``.
+            check_front: warn once if the first token of a row is not ``info.front``.
 
         Raises:
-            FingerprintMismatch: the patch is of another model.
+            FingerprintMismatch: the patch belongs to another model.
             PatchFormatError: a change fits no matrix of the model.
             TypeError: a module is patched already.
         """
@@ -193,13 +197,13 @@ class StaticPatch:
 
     @torch.no_grad()
     def merge(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Add the changes to the model's own weights, in fp64 and rounded once, for good: the model
-        then has another fingerprint. Returns the model.
+        """Add the changes permanently to the model's own weights, in fp64 and rounded once. The
+        model then has another fingerprint. Returns the model.
 
         Raises:
-            FingerprintMismatch, PatchFormatError: as :meth:`applied`; nothing is changed then.
-            TypeError: a module is no linear map with a plain weight, as the fit needs it too, or
-                its weight is another module's too, as that of a head tied to the embeddings.
+            FingerprintMismatch, PatchFormatError: as :meth:`applied`; no weight is changed then.
+            TypeError: a module is not a linear map with a plain weight, which the fit needs too, or
+                it shares its weight with another module, like a head tied to the embeddings.
         """
         self.check_model(model)
         self._check_own_weights(model)
@@ -235,8 +239,8 @@ class StaticPatch:
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Raises FingerprintMismatch unless the model has the weights that the patch was fitted on,
-        PatchFormatError unless every change fits a matrix of it, and TypeError if a module is
-        patched already.
+        PatchFormatError unless every change fits one of its matrices, and TypeError if a module is
+        already patched.
         """
         check_one_process(model)
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -281,13 +285,13 @@ class StaticPatch:
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> "StaticPatch":
-        """Read a file that :meth:`save` wrote, checked whole before anything is returned.
+        """Read a file that :meth:`save` wrote, and check all of it before returning the patch.
 
         Raises:
-            PatchFormatError: the file is damaged or no static patch, or a change does not fit the
-                model.
-            FingerprintMismatch: the patch is of other weights, or of another tokenizer, than the
-                given ones.
+            PatchFormatError: the file is damaged or not a static patch, or a change does not fit
+                the model.
+            FingerprintMismatch: the patch was fitted with other weights or another tokenizer than
+                the given ones.
             OSError: the file cannot be read.
         """
         header, tensors = read_file(path)
@@ -315,13 +319,12 @@ class StaticPatch:
     def to_peft(self, folder: str | os.PathLike[str], model: PreTrainedModel) -> int:
         """Write the patch as a LoRA in the layout of PEFT, which vLLM loads too.
 
-        All matrices get one rank, padded with zeros to one that vLLM allows. ``lora_alpha`` is that
-        rank, so that PEFT multiplies by 1.
-
-        A README.md beside says with which token prompts are to begin.
+        All matrices get the same rank, padded with zeros to one that vLLM allows. ``lora_alpha`` is
+        that rank, so that PEFT multiplies by 1. A README.md in the folder names the token that
+        prompts should start with.
 
         Args:
-            folder: is made; its files are replaced.
+            folder: created if it does not exist; its files are replaced.
             model: the patch's model.
 
         Returns:
@@ -329,7 +332,7 @@ class StaticPatch:
 
         Raises:
             FingerprintMismatch, PatchFormatError: as :meth:`applied`.
-            ValueError: the rank is beyond all that vLLM allows, or some matrices are stored
+            ValueError: the rank is above all that vLLM allows, or some matrices are stored
                 transposed and others are not.
         """
         self.check_model(model)
@@ -378,8 +381,8 @@ def mean(patches: Sequence[StaticPatch]) -> StaticPatch:
     """The mean of patches of one model: ``Σ ΔW / n``.
 
     Raises:
-        ValueError: there are none.
-        FingerprintMismatch: they are of different models.
+        ValueError: there are no patches.
+        FingerprintMismatch: they belong to different models.
     """
     if not patches:
         raise ValueError("expected at least one patch, got none")

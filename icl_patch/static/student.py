@@ -1,5 +1,5 @@
-"""Passes of a model over rows of ids: to its hidden states, and from there to some tokens'
-logits.
+"""Passes of a model over rows of ids: to its hidden states, and from these to the logits of some
+tokens.
 """
 
 from contextlib import suppress
@@ -19,7 +19,7 @@ class _Stopped(Exception):
 
 
 class Student:
-    """The passes of a fit over one model, the model's own code in all of them.
+    """The passes of a fit over one model. All of them run the model's own code.
 
     Rows of ids are padded on the right: causal blocks do not see the padding.
     """
@@ -32,11 +32,11 @@ class Student:
         self._output: Any = None  # the class of what the decoder returns
 
     def kind(self, length: int) -> int:
-        """Equal for lengths of rows that may share a batch: LongRoPE goes by its longest row."""
+        """Equal for lengths of rows that may share a batch: LongRoPE depends on the longest row."""
         return sum(length > switch for switch in self._switches)
 
     def final(self, ids: Tensor) -> Tensor:
-        """The hidden states (B, T, d) that the head reads, of ids (B, T)."""
+        """The hidden states (B, T, d) that the head reads, for ids (B, T)."""
         found: list[Any] = []
         forward = self._decoder.forward
 

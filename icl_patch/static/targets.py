@@ -1,4 +1,4 @@
-"""What a patch is to do at each token, and how far it does it."""
+"""The target of a patch at each token, and how well the patch reaches it."""
 
 import math
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ LOGITS = 2**24  # that are compared at a time: bounds the memory
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A row of ids without its context, and the run that it is to be like.
+    """A row of ids without its context, and the run that it should reproduce.
 
     Attributes:
-        ids: (T,), the prompt without its context and the answer but its last token; or a text.
+        ids: (T,), the prompt without its context, and the answer without its last token; or a text.
         asked: (n,) int64, the columns at which the two runs are compared: those that predict the
-            answer's tokens, or all of a text.
-        hidden: (n, d), which the head reads there, in the run with the context.
+            answer's tokens, or all columns of a text.
+        hidden: (n, d), the head's input at these columns in the run with the context.
         labels: the answer (n,); empty for a text.
     """
 
@@ -58,7 +58,7 @@ def targets_of(student: Student, examples: Sequence[Example]) -> list[Target]:
 
 @torch.no_grad()
 def targets_of_texts(student: Student, texts: Sequence[Sequence[int]]) -> list[Target]:
-    """The targets of texts on which the model is to stay as it is."""
+    """The targets of texts on which the model should not change."""
     return _targets(student, [(tuple(x), tuple(x), len(x), ()) for x in texts])
 
 
@@ -74,7 +74,7 @@ def _targets(student: Student, rows: Sequence[tuple[Tokens, Tokens, int, Tokens]
             own = hidden[len(teacher) - count : len(teacher)].clone()
             if not own.isfinite().all():
                 raise ValueError(
-                    "expected finite activations, got NaN or infinity behind the last block in the"
+                    "expected finite activations, got NaN or infinity after the last block in the"
                     " run with the context"
                 )
             asked = torch.arange(len(ids) - count, len(ids), device=device)
@@ -84,13 +84,13 @@ def _targets(student: Student, rows: Sequence[tuple[Tokens, Tokens, int, Tokens]
 
 @dataclass(frozen=True)
 class Quality:
-    """The patched model beside the model with its context, at the tokens of the answers.
+    """The patched model compared with the model that has the context, at the answers' tokens.
 
     Attributes:
-        kl: mean KL(with context ‖ patched) in nats a token; tvd: mean total variation distance.
-        whole: the share of answers that the patched model gives greedily: each of their tokens is
-            its first choice.
-        tokens: the share of such tokens.
+        kl: mean KL(with context ‖ patched) in nats per token; tvd: mean total variation distance.
+        whole: the share of answers of which every token is the patched model's first choice, so
+            that it gives them greedily.
+        tokens: the share of tokens that are its first choice.
         questions: how many answers were measured.
     """
 
@@ -106,14 +106,14 @@ class StaticReport:
     """The measurements of a fit.
 
     Attributes:
-        held_out: on questions that the patch was not fitted on; None if there were none.
-        without: the same questions without a patch.
-        preserved: on texts that it was not fitted on, beside the model itself; None if there were
-            none.
-        fitted: the number of questions that it was fitted on.
-        steps: of the optimiser; best_step: the one whose factors were taken.
-        seconds: of the fit; nbytes: of the patch.
-        warnings: what is not known of the patch, and why.
+        held_out: the quality on questions that were not fitted; None without such questions.
+        without: the quality on the same questions without a patch.
+        preserved: the quality on texts that were not fitted, compared with the unpatched model;
+            None without such texts.
+        fitted: the number of questions that were fitted.
+        steps: steps of the optimiser; best_step: the step that gave the patch's factors.
+        seconds: the time of the fit; nbytes: the size of the patch.
+        warnings: properties of the patch that are unknown, and why.
     """
 
     held_out: Quality | None
@@ -163,8 +163,8 @@ class StaticReport:
 
 @torch.no_grad()
 def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
-    """The quality on targets of the model as it is now, patched or not; None without any. Of texts
-    each token counts as right that has the model's own first choice.
+    """The quality of the model as it is now, patched or not, on targets; None without targets. In a
+    text a token counts as right if it is the unpatched model's first choice.
     """
     if not targets:
         return None

@@ -35,16 +35,18 @@ class Distillation:
     """How a patch is trained.
 
     Attributes:
-        steps: of AdamW, at most; a budget of seconds may leave fewer. learning_rate: after a
-            warm-up over ``warmup`` steps it falls by a cosine to 2 %.
-        batch_size, batch_tokens: questions a step, and at most as many tokens, padding included.
-        preserve_batch_size: preserved texts a step.
-        check_every: steps between two measurements of the held-out KL; patience: how many of them
-            without a new best until it stops early.
+        steps: the maximum number of AdamW's steps; a budget of seconds may allow fewer.
+        learning_rate: the rate after a warm-up over ``warmup`` steps; it then falls by a cosine to
+            2 %.
+        batch_size, batch_tokens: the questions per step, and their maximum number of tokens,
+            padding included.
+        preserve_batch_size: the preserved texts per step.
+        check_every: the number of steps between two measurements of the held-out KL.
+        patience: the training stops early after this many measurements without a new best.
         clip: the largest norm of the gradient.
-        dtype: of the passes; None: bf16 where the processor multiplies in it, else the model's own.
-            An fp32 model is then copied.
-        seed: of the first factors and the order of the questions.
+        dtype: the dtype of the passes. None means bf16 if the processor multiplies in it, else the
+            model's own. An fp32 model is then copied.
+        seed: the seed of the first factors and the order of the questions.
     """
 
     steps: int = 60
@@ -66,7 +68,7 @@ class Distillation:
             raise ValueError(f"expected positive settings of a distillation, got {self}")
 
     def rate(self, step: int, done: float) -> float:
-        """The share of the learning rate at a step, before which a share of the fit is done."""
+        """The factor of the learning rate at a step, after this share of the fit."""
         cosine = 0.5 * (1 + math.cos(math.pi * done))
         return min(1.0, (step + 1) / self.warmup) * (_FINAL_RATE + (1 - _FINAL_RATE) * cosine)
 
@@ -80,19 +82,19 @@ class Distillation:
 
 
 class Training:
-    """Factors on their way to the smallest loss on held-out targets.
+    """Trains factors towards the smallest loss on held-out targets.
 
     The loss of a step is the mean KL(with context ‖ patched) over the answers' tokens of its
-    questions, plus κ times that of the unpatched model over tokens of its preserved texts. At each
-    measurement at which these have moved by more than half of what they may, κ is doubled.
+    questions, plus κ times KL(unpatched ‖ patched) over tokens of its preserved texts. A
+    measurement doubles κ if the preserved texts have moved by more than half of the allowed KL.
 
     Args:
         student: the model in the dtype of the passes, unpatched.
-        changes: path -> factors, which are trained.
+        changes: path -> the factors to train.
         questions, texts: the targets to train on.
-        held_out, held_texts: those to choose the best step by; without ``held_out`` the last step
-            counts.
-        kappa: the weight κ of the texts at the beginning.
+        held_out, held_texts: the targets that decide on the best step; without ``held_out`` the
+            last step counts.
+        kappa: the initial weight κ of the texts.
         say: called with a line for each measurement.
     """
 
@@ -129,9 +131,9 @@ class Training:
         }
 
     def run(self, until: float = math.inf, progress: Progress = lambda done, total: None) -> None:
-        """All steps; fewer if the held-out loss has not fallen for ``patience`` measurements, or if
-        the time ``until``, of ``time.perf_counter``, comes first: the learning rate falls with the
-        share of the steps or of the time that is used, whichever is larger.
+        """Run all steps. Stop earlier if the held-out loss has not fallen for ``patience``
+        measurements, or at the time ``until`` of ``time.perf_counter``. The learning rate falls
+        with the used share of the steps or of the time, whichever is larger.
         """
         options, began, measured = self.options, time.perf_counter(), 0
         if any(bool(change.u.any()) for change in self.changes.values()):
@@ -152,7 +154,7 @@ class Training:
             self._keep_best()
 
     def seconds_of_step(self) -> float:
-        """The time of one step, which changes nothing."""
+        """Measure the time of one step, without changing the factors."""
         questions, texts = next(self._draws())
         began = time.perf_counter()
         self._descend(questions, texts, 0.0)
@@ -255,7 +257,7 @@ def first_factors(
     start: dict[str, LowRank],
     device: torch.device,
 ) -> dict[str, LowRank]:
-    """u = 0 and random v, as a LoRA starts; or a patch, its factors brought to one size."""
+    """u = 0 and random v, as in a LoRA; or the factors of a patch, scaled to equal sizes."""
     generator = torch.Generator().manual_seed(seed)
     changes = {}
     for path, (n, k) in matrices.items():

@@ -199,7 +199,7 @@ OUTPUTS = ["output_hidden_states", "output_attentions", "output_router_logits"]
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_that_the_model_itself_gives(name: str, both: Any) -> None:
     patcher, twin = both
-    message = rf"got {name}, which is not served: leave it out, or pass {name}=False"
+    message = rf"got {name}, which is unsupported: leave it out, or pass {name}=False"
     patcher.model.generation_config = GenerationConfig(**ENDS)
     patch = patcher.compute(IDS[:, :3], IDS[:, 3:])
     for refused in (
@@ -243,12 +243,14 @@ def test_embeddings_of_no_token_as_new_rows() -> None:
         table = model.resize_token_embeddings(100, mean_resizing=False)
         table.weight[97:] = vectors
     ids = torch.cat([torch.arange(97, 100), IDS[0]])[None]
-    message = r"inputs_embeds, which is not served: a patch names its tokens, so give input_ids\."
+    message = r"inputs_embeds, which is unsupported: a patch names its tokens, so give input_ids\."
     with ContextPatcher(model) as patcher:
         for arguments in ({}, {"input_ids": ids}):
             with pytest.raises(TypeError, match=message):
                 patcher.generate(inputs_embeds=embeds, **arguments)
-        with pytest.raises(TypeError, match=r"inputs, which is not served: give .* as context_ids"):
+        with pytest.raises(
+            TypeError, match=r"inputs, which is unsupported: give .* as context_ids"
+        ):
             patcher.generate(inputs=ids)  # as transformers calls them
         [step] = patcher.generate(ids, max_new_tokens=1)
     assert metrics.linf(step.logits[0, :97], expected).max() <= noise_limit(model)
