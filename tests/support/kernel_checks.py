@@ -23,9 +23,7 @@ from support.linear_kernel_checks import (
     fp32_heavy,
     heavy,
     linear_case,
-)
-from support.linear_kernel_checks import (
-    poisoned_outputs as poisoned_outputs,
+    poisoned_outputs,  # noqa: F401 for every test of this file too
 )
 from support.numeric import UNIT, by_columns, every_narrow, normal, poisoned, same_bits, seeded
 from torch import Tensor
