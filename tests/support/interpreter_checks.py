@@ -58,6 +58,7 @@ def test_an_op_is_traced(op: str) -> None:
     op_calls.check_traced(op)
 
 
+@pytest.mark.stress
 def test_readers_share_a_launch() -> None:
     check_readers_share_a_launch()
 

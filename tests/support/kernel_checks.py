@@ -25,7 +25,7 @@ from support.linear_kernel_checks import (
     linear_case,
     poisoned_outputs,  # noqa: F401 for every test of this file too
 )
-from support.numeric import UNIT, by_columns, every_narrow, normal, poisoned, same_bits, seeded
+from support.numeric import UNIT, by_columns, normal, poisoned, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import kernels
@@ -83,10 +83,18 @@ def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
 # Norms, the gated product and the direction
 
 
-@every_narrow
-def test_row_ops(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "widths"),
+    [
+        (torch.float32, (2100,)),
+        (torch.bfloat16, (70,)),
+        heavy(torch.float32, (1, 70)),
+        heavy(torch.float16, (70,)),
+    ],
+)
+def test_row_ops(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
     """As ops, which these kernels serve; of a row of 2100 elements two segments."""
-    row_ops.check_all(dtype, (1, 70, 2100) if dtype == torch.float32 else (70,), DEVICE)
+    row_ops.check_all(dtype, widths, DEVICE)
 
 
 @bf16_heavy
@@ -149,7 +157,7 @@ def test_expert_linear(dtype: torch.dtype) -> None:
 
 def test_where_there_is_no_such_expert_the_output_is_0() -> None:
     """Nothing is read from beyond the matrices, and the other slots are not touched."""
-    of = expert_products.case((3, 2, 4, 33, 70), torch.float32, False, True, DEVICE)
+    of = expert_products.case((2, 2, 4, 17, 70), torch.float32, False, True, DEVICE)
     out = kernels.expert_linear(*of[:4])
     expert_products.check_formula(of, out, torch.float32)
     for number in (-1, 4, 1 << 40):
@@ -182,7 +190,7 @@ def operator_calls() -> list[tuple[str, tuple]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", [heavy(x) if x in (1, 10) else x for x in range(11)])
 def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name, arguments = operator_calls()[number]
@@ -256,10 +264,9 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(
 
 # in the interpreter each shape in one dtype; more than 1024 keys there: the next test
 ATTENDED = [
-    (dtype, shape)
+    heavy(dtype, shape) if number == place % 2 or place in (1, 2) else (dtype, shape)
     for place, shape in enumerate(attention.SHAPES)
     for number, dtype in enumerate(SOME.values())
-    if not INTERPRETED or ((place + number) % 2 and shape[3] <= 1024)
 ]
 
 

@@ -104,7 +104,8 @@ def test_patched_linear(dtype: torch.dtype, layout: str, own_factors: bool) -> N
 FURTHER = [
     *(("row-rank", (17, 12, 70), rank) for rank in (1, 2, 3)),
     heavy("row-rank", (17, 12, 70), 16),
-    *(("row-rank", (rows, 12, 70), rank) for rows, rank in ((2, 3), (2, 64), (1, 64))),
+    *(("row-rank", (rows, 12, 70), rank) for rows, rank in ((2, 3), (1, 64))),
+    heavy("row-rank", (2, 12, 70), 64),
     ("row", (2, 16, 4500), 1),
     *((of, sizes, 2) for of in LAYOUTS for sizes in ((0, 7, 9), (3, 0, 9), (3, 7, 0), (20, 7, 0))),
 ]
@@ -156,10 +157,8 @@ def test_one_rounding(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("dtype", "rows"),
     [
-        (dtype, rows)
-        for dtype in SOME.values()
-        for rows in (6, 20)
-        if not INTERPRETED or (rows == 20) == (dtype == torch.bfloat16)
+        of if of == (torch.float32, 6) else heavy(*of)
+        for of in itertools.product(SOME.values(), (6, 20))
     ],
 )
 def test_index_minus_one_gives_the_bits_of_the_plain_map(
@@ -229,7 +228,7 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
     coeff = coefficients(case.z, case.v)
     exact = torch.einsum("mk,mrk->mr", case.z.double(), case.row_v)
     assert (coeff - exact).abs().max() <= 64 * UNIT[torch.float32] * k
-    for n in (20, 5000):  # steps of 256 and of 128 elements
+    for n in (20,) if INTERPRETED and rows > 1 else (20, 5000):  # steps of 256 and of 128 elements
         config = config_for("", dtype, n)
         configs = (replace(config, fused=limit) for limit in (4096, 0))
         inside, before = (
@@ -300,7 +299,7 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [
-        heavy(*of) if of == (torch.float32, "pool") else of
+        heavy(*of) if of in ((torch.float32, "pool"), (torch.float32, "row")) else of
         for of in itertools.product(SOME.values(), ("row", "shared", "pool"))
     ],
 )
@@ -315,7 +314,7 @@ def test_the_low_rank_term_alone(dtype: torch.dtype, layout: str) -> None:
         case = linear_case(layout, (rows, n, 70), 2, dtype)
         plain = kernels.patched_linear(**case.plain, out_dtype=torch.float32)
         parts = {"u": in_gaps(case.u), "v": case.v, "index": case.index}
-        for out_dtype in {torch.float32, dtype}:
+        for out_dtype in {dtype} if many and INTERPRETED else {torch.float32, dtype}:
             out = kernels.add_low_rank(in_gaps(plain), case.z, **parts, out_dtype=out_dtype)
             assert same_bits(out, kernels.patched_linear(**case.arguments, out_dtype=out_dtype))
     if layout == "pool":
