@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.numeric import noise_floor, noise_limit, on_a_gpu, replay_error
-from support.random_models import build, ragged, tokens
+from support.random_models import build, ragged, tokens, two_layers
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, metrics
@@ -44,14 +44,14 @@ def test_a_captured_step_is_the_eager_one(
     """Captured once, for the next context too; rows that end at different steps; logits and patches
     outlive their steps, and a generation that nobody finishes.
     """
-    model = build("llama", 1, dtype).cuda()
+    model = two_layers("llama", dtype).cuda()
     # 10 floors of bf16 are everything
     near = noise_limit(model) if dtype == torch.float32 else 2 * noise_floor(model)
     with ContextPatcher(model, "stable") as patcher:
         graphs = []
         for seed in (7, 8):
             ids, mask = tokens(seed, 3, 9).cuda(), ragged(3, 9, side="left").cuda()
-            arguments: dict = {"max_new_tokens": 6, "mode": mode, "context_mask": mask}
+            arguments: dict = {"max_new_tokens": 4, "mode": mode, "context_mask": mask}
             first = next(patcher.generate(ids, compile=False, eos_token_id=None, **arguments))
             arguments |= {"eos_token_id": int(first.token_ids[1]), "pad_token_id": 0}
             eager = list(patcher.generate(ids, compile=False, **arguments))
@@ -75,9 +75,9 @@ def test_a_captured_step_is_the_eager_one(
 @pytest.mark.parametrize("compile", [False, BY_DEFAULT, COMPILED], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_exact_step_has_the_bits_of_its_replay(dtype: torch.dtype, compile: bool | str) -> None:
-    model, ids = build("gemma3", 1, dtype).cuda(), tokens(7, 3, 9).cuda()
+    model, ids = two_layers("gemma3", dtype).cuda(), tokens(7, 3, 9).cuda()
     with ContextPatcher(model, "exact") as patcher:
-        arguments: dict = {"max_new_tokens": 6, "eos_token_id": None, "compile": compile}
+        arguments: dict = {"max_new_tokens": 4, "eos_token_id": None, "compile": compile}
         steps = list(patcher.generate(ids, **arguments))
         assert not any(replay_error(patcher, step).any() for step in steps)
         if compile:

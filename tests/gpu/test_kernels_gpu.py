@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from support.kernel_checks import *  # noqa: F403
-from support.kernel_checks import linear_case, rows_keep_their_bits
 from support.linear_cases import check_linear
+from support.linear_kernel_checks import *  # noqa: F403
+from support.linear_kernel_checks import linear_case, rows_keep_their_bits
 from support.numeric import UNIT, normal, on_a_gpu, same_bits, seeded, within_roundings
 from torch import Tensor
 

@@ -24,7 +24,11 @@ from icl_patch.kernels.ops.linear import plan_linear
 from icl_patch.kernels.runtime import config, launching
 from icl_patch.kernels.runtime.config import DTYPES, Config, config_for, data_files
 
-CHECKS = [TESTS / "support" / name for name in ("kernel_checks.py", "interpreter_checks.py")]
+# each in a process of its own
+CHECKS = {
+    "patched_linear": ["linear_kernel_checks.py"],
+    "others": ["kernel_checks.py", "interpreter_checks.py"],
+}
 EVERYTHING = dict(compilation.launches())
 
 
@@ -403,13 +407,16 @@ def test_a_launch_is_on_the_device_of_its_inputs(
 # All of them
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize("mark", ["not stress", pytest.param("stress", marks=pytest.mark.stress)])
+@pytest.mark.parametrize("files", CHECKS.values(), ids=CHECKS)
+def test_in_the_interpreter(files: list[str], mark: str) -> None:
     """In a process of its own: triton is interpreted or not from its import on, and an access
     outside of a tensor ends it.
     """
     options = "-W ignore -m pytest --noconftest -p no:cacheprovider"
     triton = {"ICL_PATCH_OPS": "triton", "TRITON_INTERPRET": "1"}
-    done = run_python(*options.split(), *CHECKS, **triton)
+    paths = (TESTS / "support" / name for name in files)
+    done = run_python(*options.split(), "-m", mark, *paths, **triton)
     print(done.stdout)
     crashed = done.returncode < 0 and re.search(r" in (\w+_kernel)$", done.stderr, re.M)
     assert not crashed, f"{crashed[1]} reads or writes outside of a tensor: {done.stderr[:2400]}"

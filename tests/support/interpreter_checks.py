@@ -2,6 +2,7 @@
 a tuned configuration has to pass. ``test_kernels.py`` runs it with :mod:`kernel_checks`.
 """
 
+from collections.abc import Iterable
 from signal import SIGSEGV
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import interpreter
-from support.backend_checks import check_backend
+from support import interpreter, op_calls
+from support.backend_checks import check_model, check_readers_share_a_launch
 from support.guard_pages import status_of_child
 
 from icl_patch.bench import tuning
 from icl_patch.kernels.runtime.config import Config
+from icl_patch.ops import dispatch
 
 interpreter.prepare()
 
@@ -35,9 +37,41 @@ def test_an_access_outside_of_a_tensor_ends_the_process() -> None:
         _copy_kernel[(1,)](x, y, -1, 5)
 
 
-def test_whole_models(capsys: pytest.CaptureFixture[str]) -> None:
-    check_backend("triton")
-    assert capsys.readouterr().out.count("exact 0.0") == 2
+def some_of(names: Iterable[str], *chosen: str) -> Any:
+    """The others run with the stress tests."""
+    marks = [pytest.mark.stress]
+    return [pytest.param(name, marks=[] if name in chosen else marks) for name in names]
+
+
+# "op, ...": another call of an op that is there
+OPS = [op for op in op_calls.DIFFERENTIABLE if "," not in op]
+
+
+@pytest.mark.parametrize("op", some_of(OPS, "patched_linear", "norm_pair"))
+def test_an_op_is_derived_and_mapped(op: str) -> None:
+    op_calls.check_derivatives(op)
+    op_calls.check_mapped(op)
+
+
+@pytest.mark.parametrize("op", some_of(op_calls.CALLS, "patched_linear, a pool", "record_linears"))
+def test_an_op_is_traced(op: str) -> None:
+    op_calls.check_traced(op)
+
+
+@pytest.mark.stress
+def test_readers_share_a_launch() -> None:
+    check_readers_share_a_launch()
+
+
+MORE_MODELS = [
+    pytest.param(*of, marks=pytest.mark.stress) for of in (("gemma3", "stable"), ("gpt2", "exact"))
+]
+
+
+@pytest.mark.parametrize(("name", "update"), [("gemma3", "exact"), *MORE_MODELS])
+def test_whole_models(name: str, update: str) -> None:
+    assert dispatch.backend == "triton"
+    check_model(name, update)
 
 
 WRONG = {

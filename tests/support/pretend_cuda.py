@@ -305,6 +305,7 @@ def pytest_configure() -> None:
     Tensor.is_cpu = property(lambda x: device_of(x).type == "cpu")
     Tensor.get_device = lambda x: -1 if device_of(x).index is None else device_of(x).index
     Tensor.to, Tensor.numpy = to, numpy
+    Tensor.type_as = lambda x, other: to(x, other)
     Tensor.cuda, Tensor.cpu = (lambda x, _=None: move(x, CUDA)), (lambda x: move(x, CPU))
 
     pretended = {"is_available": True, "is_initialized": True, "device_count": 2}
