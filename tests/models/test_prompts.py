@@ -257,9 +257,9 @@ REFUSED = {
         r" system message as the context of a chat, context=\.\.\. with chat=True",
     ),
     "no chat without a system message": (
-        "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}",
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}",
         {"question": "q", "system": "a"},
-        "messages of user, got one that refuses them: no system message. Leave out chat and system",
+        "messages of user, got one that refuses them: no system. Leave out chat and system",
     ),
     "system left out": (
         "{{ messages[-1].content }}",
