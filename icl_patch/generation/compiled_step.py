@@ -158,8 +158,8 @@ def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
                 forward = forward.before
             if forward is not None:
                 raise UnsupportedModelError(
-                    f"the forward of {path or 'the model'} has been replaced, and its code would"
-                    " run only in the first step"
+                    f"other code has replaced the forward of {path or 'the model'}, and would run"
+                    " only in the first step"
                 )
     if state.fill is not None:
         raise UnsupportedModelError("its rotary factors change at some length")

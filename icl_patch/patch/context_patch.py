@@ -380,8 +380,9 @@ class ContextPatch:
                 near = numbers and math.isclose(found, expected, rel_tol=2.0**-40)
                 if found != expected and not near:
                     raise PatchFormatError(
-                        f"expected a patch of blocks with {name} {expected} in {block.path}, as"
-                        f" this version reads them, got one with {found}: compute the patch again"
+                        f"expected a patch of blocks as this version reads them, with {name}"
+                        f" {expected} in {block.path}, got one with {found}: compute the patch"
+                        " again"
                     )
 
     def check_tokenizer(self, fingerprint: str) -> None:

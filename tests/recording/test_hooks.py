@@ -294,7 +294,7 @@ def test_hooks_and_generation(update: str) -> None:
         steps = patcher.generate(CONTEXT, **ARGUMENTS)
         next(steps)
         handle = KINDS["scales"](model.model.layers[1].mlp)
-        message = r"has got some on model\.layers\.1\.mlp: generate again, with mode='two_pass'"
+        message = r"got new ones on model\.layers\.1\.mlp: generate again, with mode='two_pass'"
         with pytest.raises(UnsupportedModelError, match=message):
             next(steps)
         handle.remove()
