@@ -7,18 +7,18 @@ import runpy
 
 import pytest
 import torch
-from support.processes import run_python
+from support.backend_checks import check_without_kernels
 
 from icl_patch import ops
 from icl_patch.ops import dispatch
 
 
-def test_whole_models() -> None:
-    """In a process of its own: what runs the products is said before the package is imported."""
-    script = "from support.backend_checks import check_without_kernels; check_without_kernels()"
-    done = run_python("-W", "ignore", "-c", script, ICL_PATCH_OPS="torch")
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.count("exact 0.0") == 3
+def test_whole_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ICL_PATCH_OPS", "torch")
+    monkeypatch.setattr(dispatch, "backend", runpy.run_path(dispatch.__file__)["backend"])
+    monkeypatch.setattr(dispatch, "_kernels", lambda: pytest.fail("Triton's kernels are loaded"))
+    check_without_kernels()
+    assert capsys.readouterr().out.count("exact 0.0") == 3
 
 
 def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

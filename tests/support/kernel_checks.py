@@ -63,7 +63,7 @@ def test_record_linear(dtype: torch.dtype, rows: int) -> None:
         assert not same_bits(kernels.patched_linear(z, weight, bias=bias), replayed)
 
 
-@every_float
+@bf16_heavy
 def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
     """And have the bits of their own launches: of other widths, with a bias or without, an odd one
     behind them, or one of another layout.
