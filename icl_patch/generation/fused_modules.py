@@ -109,8 +109,9 @@ def _gated(blocks: Sequence[AttachedBlock], roundings: int) -> Iterator[FusedMod
         x = random_rows(_width(readers[0]), _SCALES).to(weight.device, weight.dtype)
         for order in (1, -1):  # whether the gate is the first or the second reader or half
             run = _gated_product(readers, block.down, activation, order)
-            if _same(run, module, x, roundings):
+            if _same(run, module, block.down, x, roundings):
                 yield FusedModule(module, run)
+                break
 
 
 def _gated_product(
@@ -153,18 +154,33 @@ def _activation(module: nn.Module) -> str | None:
     )
 
 
-def _same(fused: Forward, module: nn.Module, x: Tensor, roundings: int) -> bool:
-    """Whether both give the same output up to so many roundings, in rows that do not overflow."""
-    try:
-        output, expected = fused(x), module(x)
-    except Exception:  # the module's own code takes other inputs
-        return False
-    if (
-        not isinstance(expected, Tensor)
-        or output.shape != expected.shape
-        or output.dtype != expected.dtype
+def _same(fused: Forward, module: nn.Module, down: nn.Module, x: Tensor, roundings: int) -> bool:
+    """Whether both give ``down`` the same input, and have the same output, up to so many roundings,
+    in rows that do not overflow. The output alone is the same for every input if ``down`` is 0.
+    """
+    found: list[list[Any]] = []
+    for run in (fused, module):
+        given: list[Any] = []
+        with down.register_forward_pre_hook(lambda _, inputs, given=given: given.extend(inputs)):
+            try:
+                found.append([run(x), given])
+            except Exception:  # the module's own code takes other inputs
+                return False
+    (output, given), (expected, due) = found
+    pairs = [(output, expected), *zip(given, due, strict=False)]
+    if len(given) != len(due) or not all(
+        isinstance(x, Tensor)
+        and isinstance(y, Tensor)
+        and x.shape == y.shape
+        and x.dtype == y.dtype
+        for x, y in pairs
     ):
         return False
+    return all(_near(x, y, roundings) for x, y in pairs)
+
+
+def _near(output: Tensor, expected: Tensor, roundings: int) -> bool:
     finite = expected.isfinite().all(-1)
-    near = metrics.linf(output[finite], expected[finite]) <= roundings * torch.finfo(x.dtype).eps
-    return bool(near.all()) and len(near) >= len(x) // len(_SCALES)
+    limit = roundings * torch.finfo(expected.dtype).eps
+    near = metrics.linf(output[finite], expected[finite]) <= limit
+    return bool(near.all()) and len(near) >= len(expected) // len(_SCALES)

@@ -149,6 +149,32 @@ class _Doubled(nn.Module):
         return 2 * self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["gate first", "up first"])
+def test_which_reader_is_the_gate_shows_in_front_of_weights_of_zero(order: int) -> None:
+    """The MLP's output is 0 for both orders; what its last layer reads is not."""
+
+    class Swapped(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = (self.gate_proj, self.up_proj)[::order]
+            return self.down_proj(self.act_fn(first(x)) * second(x))
+
+    model = shallow("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Swapped
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+    with ContextPatcher(model, "stable") as patcher:
+        first = patcher.attached_model.blocks[0]
+        read: list[torch.Tensor] = []
+        first.down.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+        mlp = model.model.layers[0].mlp
+        x = normal(seeded(3), 5, model.config.hidden_size, dtype=torch.float32)
+        [fused] = [each for each in found(patcher) if each.module is mlp]
+        read.clear()
+        mlp(x)
+        fused.run(x)
+        assert metrics.linf(read[1], read[0]).max() <= ROUNDINGS[x.dtype] * UNIT[x.dtype]
+
+
 def test_look_alikes_are_left_alone() -> None:
     model: Any = tiny_models.build("llama")
     model.model.norm = _Doubled(model.model.norm.weight)
