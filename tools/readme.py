@@ -25,7 +25,8 @@ UPDATES = {
 }
 """Rows of the table of fidelity; the closed forms are one where blocks end in a matrix."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-OURS = ["exact", "exact, compiled", "stable", "stable, compiled"]
+OURS = ["exact", "exact, default", "exact, compiled"]
+OURS += ["stable", "stable, default", "stable, compiled"]
 """Decode steps, as the benchmark names them."""
 OWN_STEP = "the model's own step"
 OTHERS = ["PEFT: a LoRA adapter of rank 1, swapped", "the changed weights built as matrices"]
@@ -98,6 +99,7 @@ def speed() -> str:
     rows = [
         [_marked(name), *(f"{seconds[name] / seconds[OWN_STEP]:.2f}×" for seconds in found)]
         for name in [*OURS, "exact, two passes", OWN_STEP, *OTHERS]
+        if all(name in seconds for seconds in found)
     ]
     return _table(["a decode step", "batch 1", "batch 4"], rows)
 
@@ -119,21 +121,22 @@ def _seconds(
     return found
 
 
-def steps(processor: str) -> str:
+def steps(processor: str, model: str = TIMED_MODEL) -> str:
     """Decode steps of a pretrained model by dtype, context and batch, the model's own being 1; in
-    bold those that are slower than it.
+    bold those that are slower than it. Calls that no case has are left out.
     """
-    rows = {}
-    for case, seconds in _seconds("generation", processor).items():
+    rows, found = {}, _seconds("generation", processor, model)
+    ours = [call for call in OURS if any(call in seconds for seconds in found.values())]
+    for case, seconds in found.items():
         _, dtype, batch, context = case.split()
         own_step = seconds[OWN_STEP]
-        ratios = [round(seconds[x] / own_step, 2) if x in seconds else None for x in OURS]
+        ratios = [round(seconds[x] / own_step, 2) if x in seconds else None for x in ours]
         cells = ["–" if x is None else f"**{x:.2f}×**" if x > 1 else f"{x:.2f}×" for x in ratios]
         own = f"{1e3 * own_step:.0f} ms"
         sizes = int(context.partition("=")[2]), int(batch[2:])
         shown = [DTYPES[dtype], *(f"{size:,}" for size in sizes), own, *cells]
         rows[dtype != "float32", *sizes] = shown
-    columns = ["dtype", "context", "batch", OWN_STEP, *map(_marked, OURS)]
+    columns = ["dtype", "context", "batch", OWN_STEP, *map(_marked, ours)]
     return _table(columns, [row for _, row in sorted(rows.items())])
 
 
