@@ -212,7 +212,7 @@ def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
         inputs = {"context_ids": context, "kept_ids": kept, "context_mask": context_mask}
         inputs |= {"kept_mask": kept_mask, "absorbed": spans, "keep_first": 3}
         patch = patcher.compute(**inputs)
-        with pytest.raises(TypeError, match="kept tokens alone, got keep_first too: leave it out"):
+        with pytest.raises(TypeError, match="only kept tokens, got keep_first too: leave it out"):
             patcher.forward(patch.kept_ids, patch, keep_first=3)
         works(patcher, inputs)
     columns = [7, 9]
