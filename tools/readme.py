@@ -274,6 +274,7 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
         "speed": speed,
         "steps": lambda: steps(EPYC),
         "steps-avx2": lambda: steps("amd-epyc-avx2"),
+        "steps-gemma": lambda: steps("amd-epyc-avx2", "gemma-3-270m"),
         "steps-intel": lambda: steps("intel-xeon-processor-amx"),
         "steps-gpu": gpu_steps,
         "products-gpu": gpu_products,
