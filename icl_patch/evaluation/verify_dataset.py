@@ -169,7 +169,7 @@ def verify_dataset(
         batch_rows = batch_rows if patcher.attached_model.takes_padding else 1
     numbers: dict[str | None, list[Tensor]] = defaultdict(list)  # of each row, by its task
     floors: list[dict[str, float]] = []
-    failures: list[str] = []
+    failures: list[str | None] = []
     reasons: list[str] = []
     same: dict[str, Any] = {}  # in all batches
 
@@ -213,7 +213,7 @@ def verify_dataset(
         for row, own in zip(batch, _numbers(report), strict=True):
             numbers[row.row.task].append(own)
         floors.append(report.noise_floor)
-        failures.extend([report.failure] if report.failure else [])
+        failures.append(report.failure)
         same.update({field: getattr(report, field) for field in _SAME})
 
     progress(0, total)
@@ -230,7 +230,7 @@ def verify_dataset(
         **same,
         max_new_tokens=max_new_tokens,
         noise_floor={measure: max(floor[measure] for floor in floors) for measure in floors[0]},
-        failure=failures[0] if failures else None,
+        failure=next(filter(None, failures), None),
         rejected=len(reasons),
         reasons=reasons[:_REASONS],
         tasks=[_task(task, numbers[task]) for task in sorted(filter(None, numbers))],

@@ -167,19 +167,15 @@ def _same(fused: Forward, module: nn.Module, down: nn.Module, x: Tensor, roundin
             except Exception:  # the module's own code takes other inputs
                 return False
     (output, given), (expected, due) = found
-    pairs = [(output, expected), *zip(given, due, strict=False)]
-    if len(given) != len(due) or not all(
-        isinstance(x, Tensor)
-        and isinstance(y, Tensor)
-        and x.shape == y.shape
-        and x.dtype == y.dtype
-        for x, y in pairs
-    ):
+    pairs = zip([output, *given], [expected, *due], strict=False)
+    return len(given) == len(due) and all(_near(x, y, roundings) for x, y in pairs)
+
+
+def _near(output: Any, expected: Any, roundings: int) -> bool:
+    if not (isinstance(output, Tensor) and isinstance(expected, Tensor)):
         return False
-    return all(_near(x, y, roundings) for x, y in pairs)
-
-
-def _near(output: Tensor, expected: Tensor, roundings: int) -> bool:
+    if output.shape != expected.shape or output.dtype != expected.dtype:
+        return False
     finite = expected.isfinite().all(-1)
     limit = roundings * torch.finfo(expected.dtype).eps
     near = metrics.linf(output[finite], expected[finite]) <= limit

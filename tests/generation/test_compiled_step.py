@@ -322,3 +322,12 @@ def test_what_cannot_be_compiled() -> None:
         steps_of(patcher)
         with pytest.raises(UnsupportedModelError, match="weights made in inference mode"):
             steps_of(patcher, compile=True)
+
+
+def test_no_cuda_graph_holds_exact_steps_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ContextPatcher(tiny_models.build("qwen2_moe")) as patcher:
+        compiled_step.check_compilable(patcher.attached_model)
+        monkeypatch.setattr(compiled_step, "input_device", lambda _: torch.device("cuda"))
+        refusal = "exact steps with experts as a CUDA graph"
+        with pytest.raises(UnsupportedModelError, match=refusal):
+            compiled_step.check_compilable(patcher.attached_model)

@@ -13,6 +13,7 @@ from support.generation import prefilled
 from support.numeric import noise_limit, replay_error, replay_limit
 from support.patchers import IDS, Snapshot, works
 from support.random_models import build, of_the_zoo, ragged, shallow, tokens
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.errors import SlowerStepsWarning
@@ -28,7 +29,9 @@ COVERED += ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
 REFUSED = {
     "cohere": "its MLP stands beside the attention",
     "gemma4": "it goes on from its sum",
-    "gemma2": "call 0 attentions of transformers' 'sdpa', not one each, as ",
+    "gemma2": "call 0 attentions of transformers' 'sdpa', not one each, as "
+    # the class of transformers 5.17 knows 'sdpa' too
+    + ("it has 'eager'" if Gemma2PreTrainedModel._supports_sdpa else "its class knows 'eager'"),
     "falcon-rw": "'sdpa', not one each, as its class has attention code of its own",
     "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
 }
