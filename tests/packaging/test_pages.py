@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chats import chat_model
+from support.processes import run_python
 
 from icl_patch import ContextPatcher, embedded, static
 from icl_patch.cli.main import _parser, main
@@ -188,6 +189,14 @@ def test_the_prose_about_speed_has_the_committed_numbers() -> None:
     for call in ("`generate`", "`ask`", "`forward`"):
         row = rf"^\| {call}: .* \| {' [|] '.join(times[call])} \|$"
         assert re.search(row, text_of("README.md"), re.M), call
+
+
+@pytest.mark.stress
+def test_the_table_of_operators_is_as_counted() -> None:
+    """With the pinned versions: others call other operators."""
+    done = run_python(REPOSITORY / "tools" / "launches.py")
+    assert done.returncode == 0 and done.stdout.count("\n") == 17, done.stderr
+    assert done.stdout in text_of("docs/performance.md")
 
 
 def test_the_prose_about_a_gpu_has_the_committed_numbers() -> None:
