@@ -112,7 +112,8 @@ class ContextReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON types."""
-        return {**asdict(self), "verified": self.verified.to_dict(), "passed": self.passed}
+        verdict = {"passed": self.passed, "failure": self.failure}
+        return {**asdict(self), "verified": self.verified.to_dict(), **verdict}
 
 
 def context_report(

@@ -193,7 +193,7 @@ class VerifyReport:
             for name in ("linf", "tvd")
             for kind in ("max", "median")
         }
-        properties = ("token_match", "bit_identical", "limit", "passed")
+        properties = ("token_match", "bit_identical", "limit", "passed", "failure")
         return {
             **asdict(self),
             **{name: getattr(self, name) for name in properties},
