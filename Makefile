@@ -53,9 +53,9 @@ ranks: $(RUN) build/peft ## models that are split over three and four processes,
 	$(RUN) -m pytest -m stress tests/recording/test_ranks.py
 
 splits: $(RUN) build/peft $(if $(MODEL),,build/gguf) ## every family offloaded and split, beside the whole model, and decode steps of split models, into docs/data
-	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/measure.py splits
+	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/measure_splits.py splits
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
-	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/measure.py split-steps "$$model" && $(RUN) tools/readme.py
+	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/measure_splits.py split-steps "$$model" && $(RUN) tools/readme.py
 
 mutants: $(RUN) build/torchao build/peft ## plant the faults of tools/mutants.toml one at a time and run the tests that should notice each; MUTANTS=icl_patch/patch: those of a part
 	$(RUN) tools/mutants.py $(MUTANTS)

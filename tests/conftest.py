@@ -2,13 +2,17 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from support.random_models import build
 
 from icl_patch import ContextPatcher
+
+sys.path.append(str(Path(__file__).parents[1]))  # for tools; last: the package is the installed one
 
 # In processes of their own: begun last, they would keep one core busy and the others waiting.
 LONGEST = ("test_in_the_interpreter", "test_on_a_pretended_device", "test_two_ranks")

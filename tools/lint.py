@@ -1,5 +1,5 @@
-"""Check the package as it is installed, as a tree of links, in which ``triton_kernels/`` and
-``bench/`` are ``icl_patch.kernels`` and ``icl_patch.bench``.
+"""Check the tools, and the package as it is installed: a tree of links, in which
+``triton_kernels/`` and ``bench/`` are ``icl_patch.kernels`` and ``icl_patch.bench``.
 
     python tools/lint.py imports [CHECKOUT]    # the import contracts of pyproject.toml
     python tools/lint.py types                 # mypy
@@ -28,6 +28,7 @@ def main(kind: str, folder: str = ".") -> int:
     with TemporaryDirectory() as made:
         site = Path(made).resolve()
         link(checkout, site / "icl_patch")
+        (site / "tools").symlink_to(checkout / "tools")
         os.chdir(site)  # both look here first, before anything that is installed
         if kind == "types":
             cache = str(checkout / ".mypy_cache")

@@ -12,12 +12,14 @@ from pathlib import Path
 from torch_abi_audit import inspect_extension
 from torch_abi_audit.torch_versions import parse_version
 
-package = Path(find_spec("icl_patch").origin).parent
-library = Path(*sys.argv[1:2] or [package / "ops" / "_native.so"])
+package = find_spec("icl_patch")
+assert package and package.origin
+built = Path(package.origin).parent / "ops" / "_native.so"
+library = Path(sys.argv[1]) if sys.argv[1:] else built
 if not library.exists():
     print("no native library was built here")
     sys.exit()
-oldest = re.search(r'"torch>=([\d.]+)"', Path("pyproject.toml").read_text(encoding="utf-8"))[1]
+[oldest] = re.findall(r'"torch>=([\d.]+)"', Path("pyproject.toml").read_text(encoding="utf-8"))
 report = inspect_extension(library)
 torch, python = report.torch, report.cpython
 findings = [f"refers to {symbol}, which is not stable" for symbol in torch.unstable_symbols]

@@ -1,10 +1,8 @@
-"""Measure what the pages say about memory, data sets and split models, into docs/data.
+"""Measure what the pages say about memory and data sets, into docs/data.
 
     build/python tools/measure.py patches              # bytes of a patch, and of the KV cache
     build/python tools/measure.py memory MODEL         # of a patch, offloaded or not; of steps
     build/python tools/measure.py extraction MODEL     # a data set beside the model's own passes
-    build/python tools/measure.py splits [FAMILY...]   # every family split and offloaded
-    build/python tools/measure.py split-steps MODEL    # decode steps over two processes
 
 MODEL is a folder. accelerate must be importable. tools/readme.py writes the tables again.
 """
@@ -12,33 +10,27 @@ MODEL is a folder. accelerate must be importable. tools/readme.py writes the tab
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from record_bits import digest, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 from icl_patch import ContextPatcher, scale
-from icl_patch.bench.cases.models import CPU_SHAPE
 from icl_patch.bench.results import environment
-from icl_patch.errors import RankError
-from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.loading import load_model
 from icl_patch.models.forward import cache_in
+from tools.record_bits import tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data"
-UPDATES = ("direct", "stable", "exact")
 MIB = 2**20
 
 
@@ -47,12 +39,18 @@ def write(name: str, data: Any) -> None:
     (DATA / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def apart(*arguments: str, ranks: int = 0) -> list[Any]:
-    """What one of PARTS yields in a process of its own, or on the first of several ranks."""
+def apart(script: str, *arguments: str, ranks: int = 0) -> list[Any]:
+    """What a part of a script yields in a process of its own, or on the first of several ranks."""
     launcher = ["-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(launcher if ranks else []), __file__, *arguments]
+    command = [sys.executable, *(launcher if ranks else []), script, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def load(folder: str, **options: Any) -> Any:
+    """A saved model, of the class that its folder names."""
+    [name] = AutoConfig.from_pretrained(folder).architectures
+    return getattr(transformers, name).from_pretrained(folder, **options)
 
 
 # -- patches: one block of each model has its true widths and random bf16 weights
@@ -68,7 +66,7 @@ def patches() -> None:
 def patch_bytes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The bytes of one model's cache for one token, and of one token's patch by update."""
     small = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = AutoConfig.for_model(**settings, **small)
+    config = AutoConfig.for_model(**(settings | small))
     layers, config.num_hidden_layers = config.num_hidden_layers, 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
@@ -97,10 +95,10 @@ def memory(folder: str) -> None:
     """
     found: dict[str, Any] = {"model": Path(folder).name, "dtype": "float32"}
     for place in ("memory", "disk"):
-        [found[place]] = apart("grown-by-patch", folder, place)
+        [found[place]] = apart(__file__, "grown-by-patch", folder, place)
     found["generation"] = {"context_tokens": LONG}
     for call in ("own", "exact", "stable"):
-        [measured] = apart("grown-by-steps", folder, call)
+        [measured] = apart(__file__, "grown-by-steps", folder, call)
         found["generation"] |= measured
     write("offload-memory.json", found)
 
@@ -117,7 +115,8 @@ def grown_by_patch(folder: str, place: str) -> Iterator[dict[str, int]]:
         ids = tokens(0, 1, 20)
         with ContextPatcher(model) as patcher:
             patch = patcher.compute(ids[:, :11], ids[:, 11:])
-            assert torch.equal(patcher.forward(patch.kept_ids, patch), patch.logits)
+            logits = patcher.forward(patch.kept_ids, patch)
+            assert patch.logits is not None and torch.equal(logits, patch.logits)
     sizes = [x.nbytes for x in model.parameters()]
     found = {"largest_weight": max(sizes) // MIB, "growth": (peak() - before) // MIB}
     # two modules that share a weight in memory have one each on disk
@@ -161,7 +160,7 @@ def extraction(name: str) -> None:
     runs = []
     for update in ("stable", "exact"):
         for workers in (1, 2):
-            work = [("extract", name, update, str(rank)) for rank in range(workers)]
+            work = [(__file__, "extract", name, update, str(rank)) for rank in range(workers)]
             with ThreadPoolExecutor() as pool:
                 records = [x for part in pool.map(lambda each: apart(*each), work) for x in part]
             runs.append({"update": update, "workers": workers, "records": records})
@@ -220,140 +219,25 @@ def own_passes(model: Any, tokenizer: Any, texts: list[dict[str, str]], patches:
     return seconds
 
 
-# -- splits
-
-RANKS = {"pp 2": ("pp_size", 2), "pp 4": ("pp_size", 4), "tp 2": ("tp_size", 2)}
-
-
-def splits(*families: str) -> None:
-    """Patches of split and offloaded models beside those of the same models whole: the error of the
-    replay (the largest difference of a logit from the run with the context, relative to the
-    largest), and whether factors and logits have the bits of the whole model; or the refusal.
-    """
-    lines = []
-    for family in families or tiny_models.SUPPORTED:
-        with tempfile.TemporaryDirectory() as folder:
-            tiny_models.build(family).save_pretrained(folder)
-            whole = of_split(folder, "none")
-            for split in ("cpu", "disk", *RANKS):
-                for update, own, found in zip(UPDATES, whole, of_split(folder, split), strict=True):
-                    if "digest" in found:
-                        found["bits"] = found.pop("digest") == own["digest"]
-                    line = {"family": family, "split": split, "update": update, **found}
-                    lines.append(json.dumps(line))
-                    print(lines[-1], flush=True)
-    if not families:
-        (DATA / "splits.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def of_split(folder: str, split: str) -> list[dict[str, Any]]:
-    """What is found of each update."""
-    if split in RANKS:
-        found = apart("split-rank", folder, split, ranks=RANKS[split][1])
-        # the ranks lost each other, and all ended
-        lost = {"refused": "its pipeline fails on one rank"}
-        return found + [lost] * (len(UPDATES) - len(found))
-    from accelerate import cpu_offload, disk_offload
-
-    offloads: dict[str, Callable[[Any], Any]] = {
-        "none": lambda model: model,
-        "cpu": lambda model: cpu_offload(model, "cpu"),
-        "disk": lambda model: disk_offload(model, f"{folder}/offloaded", "cpu"),
-    }
-    return [attempt(lambda: offloads[split](load(folder)), update) for update in UPDATES]
-
-
-def split_rank(folder: str, split: str) -> Iterator[dict[str, Any]]:
-    """The measurements of one rank."""
-    option, count = RANKS[split]
-    config = DistributedConfig(**{option: count})
-    for update in UPDATES:
-        yield attempt(lambda: load(folder, distributed_config=config), update)
-
-
-def load(folder: str, **options: Any) -> Any:
-    """A saved model, of the class that its folder names."""
-    [name] = AutoConfig.from_pretrained(folder).architectures
-    return getattr(transformers, name).from_pretrained(folder, **options)
-
-
-def attempt(make: Callable[[], Any], update: str) -> dict[str, Any]:
-    """The error of a replay, and hashes of factors and logits; or the refusal."""
-    ids = tokens(0, 2, 12)
-    try:
-        with ContextPatcher(make(), update, rank_timeout=30) as patcher:
-            patch = patcher.compute(ids[:, :9], ids[:, 9:])
-            logits = patcher.forward(patch.kept_ids, patch)
-    except RankError:
-        raise
-    except Exception as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
-    largest = (logits - patch.logits).abs().max() / patch.logits.abs().max()
-    factors = [layer[name] for layer in patch.layers for name in sorted(layer)]
-    return {"error": float(largest), "digest": [digest(x) for x in (*factors, logits)]}
-
-
-# -- split steps
-
-LENGTHS, STEP_CONTEXT, STEP_ROUNDS, PROCESSES = (8, 24), 256, 7, 2
-
-
-def split_steps(folder: str) -> None:
-    """A step is the difference of two greedy generations, in fp32 with one thread a process; the
-    model's own and the stable update's take turns. A random model has a number of heads that two
-    divides, which shared matrices need.
-    """
-    with tempfile.TemporaryDirectory() as made:
-        CPU_SHAPE.build(torch.device("cpu"), torch.float32).save_pretrained(made)
-        real, random = (folder, Path(folder).name), (made, CPU_SHAPE.name)
-        rows = []
-        for (where, name), split in ((real, "pp_size"), (random, "pp_size"), (random, "tp_size")):
-            [found] = apart("steps-rank", where, split, ranks=PROCESSES)
-            rows.append({"model": name, "split": split, **found})
-            medians = [statistics.median(found["seconds"][x]) for x in ("stable", "own")]
-            print(name, split, f"{medians[0] / medians[1]:.2f}", flush=True)
-    where = environment(torch.device("cpu")) | {"threads": 1, "processes": PROCESSES}
-    data = {"environment": where, "context_tokens": STEP_CONTEXT, "rows": rows}
-    write("split-steps.json", data)
-
-
-def steps_rank(folder: str, split: str) -> Iterator[dict[str, Any]]:
-    """The measurements of one rank."""
-    config = DistributedConfig(**{split: PROCESSES})
-    model = load(folder, dtype=torch.float32, distributed_config=config)
-    ids, steps = tokens(0, 1, STEP_CONTEXT), LENGTHS[1] - LENGTHS[0]
-    mask, patcher = torch.ones_like(ids), ContextPatcher(model, "stable", rank_timeout=60)
-    calls: dict[str, Callable[..., Any]] = {
-        "own": lambda **lengths: model.generate(ids, attention_mask=mask, **lengths),
-        "stable": lambda **lengths: list(patcher.generate(ids, **lengths)),
-    }
-
-    def seconds(call: Callable[..., Any], new: int) -> float:
-        start = time.perf_counter()
-        call(min_new_tokens=new, max_new_tokens=new, do_sample=False)
-        return time.perf_counter() - start
-
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(STEP_ROUNDS + 1):
-        for name, call in calls.items():
-            few, many = (seconds(call, new) for new in LENGTHS)
-            times[name].append((many - few) / steps)
-    yield {"seconds": {name: found[1:] for name, found in times.items()}}  # the first is to warm up
-
-
-CALLS = (patches, memory, extraction, splits, split_steps)
-PARTS = (grown_by_patch, grown_by_steps, extract, split_rank, steps_rank)
-
-if __name__ == "__main__":
+def main(
+    usage: str | None,
+    calls: Iterable[Callable[..., object]],
+    parts: Iterable[Callable[..., Iterator[object]]],
+) -> None:
+    """Run the call, or the part of one, that the command line names."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     name, *arguments = sys.argv[1:] or [""]
-    calls: dict[str, Any] = {call.__name__.replace("_", "-"): call for call in (*CALLS, *PARTS)}
-    if name not in calls:
-        sys.exit(__doc__)
-    for found in calls[name](*arguments) or ():
+    known: dict[str, Any] = {call.__name__.replace("_", "-"): call for call in (*calls, *parts)}
+    if name not in known:
+        sys.exit(usage)
+    for found in known[name](*arguments) or ():
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(found), flush=True)
     if "RANK" in os.environ:
         os._exit(0)  # the other ranks may have ended before
+
+
+if __name__ == "__main__":
+    main(__doc__, (patches, memory, extraction), (grown_by_patch, grown_by_steps, extract))

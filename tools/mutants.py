@@ -21,7 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from lint import link
+
+from tools.lint import link
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutants"
@@ -56,7 +57,9 @@ def make_copy() -> None:
     for name in ("peft", "torchao"):  # the tests look for them there
         (COPY / "build" / name).symlink_to(ROOT / "build" / name)
     link(COPY, COPY / "site" / "icl_patch")
-    package = Path(find_spec("icl_patch").origin).parent
+    spec = find_spec("icl_patch")
+    assert spec and spec.origin
+    package = Path(spec.origin).parent
     shutil.copy2(package / "ops" / "_native.so", COPY / "icl_patch" / "ops")
     for metadata in package.parent.glob("icl_patch-*"):  # entry points of commands
         shutil.copytree(metadata, COPY / "site" / metadata.name)

@@ -202,8 +202,8 @@ def extraction() -> str:
 
 
 def splits() -> str:
-    """Families by what split models compute, from tools/measure.py: families with equal cells share
-    a row.
+    """Families by what split models compute, from tools/measure_splits.py: families with equal
+    cells share a row.
     """
     text = (ROOT / "docs/data/splits.jsonl").read_text(encoding="utf-8")
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -231,7 +231,7 @@ def _of_split(lines: list[dict[str, Any]]) -> str:
 
 
 def split_steps() -> str:
-    """Decode steps of models that are split over two processes, from tools/measure.py."""
+    """Decode steps of models that are split over two processes, from tools/measure_splits.py."""
     rows = []
     for row in _read("docs/data/split-steps.json")["rows"]:
         own, ours = (statistics.median(row["seconds"][name]) for name in ("own", "stable"))
@@ -295,10 +295,12 @@ def rewritten(page: str) -> str:
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, table in TABLES[page].items():
         marked = re.compile(rf"(<!-- {name}: .*? -->\n\n).*?(<!-- end of {name} -->)", re.S)
-        found = len(marked.findall(text))
-        if found != 1:
-            raise ValueError(f"expected the marks of {name} once in {page}, found them {found}×")
-        text = marked.sub(lambda marks, table=table: f"{marks[1]}{table()}\n\n{marks[2]}", text)
+        found = list(marked.finditer(text))
+        if len(found) != 1:
+            times = f"{len(found)}×"
+            raise ValueError(f"expected the marks of {name} once in {page}, found them {times}")
+        [marks] = found
+        text = f"{text[: marks.end(1)]}{table()}\n\n{text[marks.start(2) :]}"
     return text
 
 

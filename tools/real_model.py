@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REQUIREMENTS = Path(__file__).with_name("real_models")
 
@@ -110,7 +110,7 @@ def convert(path: Path, folder: Path) -> None:
 
     logging.disable_progress_bar()
     print("real_model: converting it to fp32", file=sys.stderr)
-    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
     # The loaded model calls itself quantised. This one is the same without that.
     settings = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}

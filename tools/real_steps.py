@@ -180,8 +180,13 @@ def patches(
 ) -> Iterator[tuple[ContextPatch, slice]]:
     """The patches of a batch, each with its columns of the current tokens."""
     if way == COMPUTE:
-        masks = {"context_mask": batch.mask[:, :-1], "kept_mask": batch.kept_mask}
-        yield patcher.compute(batch.ids[:, :-1], batch.current, **masks), slice(None)
+        patch = patcher.compute(
+            batch.ids[:, :-1],
+            batch.current,
+            context_mask=batch.mask[:, :-1],
+            kept_mask=batch.kept_mask,
+        )
+        yield patch, slice(None)
         return
     start = batch.ids.shape[1]
     steps = patcher.generate(
@@ -217,6 +222,7 @@ def count(patcher: ContextPatcher, way: str, batch: Batch, expected: Tensor) -> 
     for number, (patch, columns) in enumerate(patches(patcher, way, batch)):
         assert torch.equal(patch.kept_ids, batch.current[:, columns])
         kept, report, reference = patch.kept_mask, patch.report, expected[:, columns]
+        assert report is not None
         same = same_bits(patcher.forward(patch.kept_ids, patch), reference) & kept
         found["tokens"] += int(kept.sum())
         found["identical"] += int(same.sum())

@@ -137,7 +137,7 @@ def ragged(rows: int, columns: int, *, side: str) -> Tensor:
 
 def cases_of(name: str, dtype: torch.dtype) -> Cases:
     """The arguments of ``ContextPatcher.compute``, for a family of tiny models."""
-    text = {"context_ids": tokens(0, 3, 11), "kept_ids": tokens(1, 3, 7)}
+    text: Arguments = {"context_ids": tokens(0, 3, 11), "kept_ids": tokens(1, 3, 7)}
     text["kept_mask"] = ragged(3, 7, side="right")
     prefix = {"context_ids": torch.cat([tokens(2, 3, 5), text["context_ids"]], 1)}
     prefix["context_mask"] = F.pad(ragged(3, 5, side="left"), (0, 11), value=True)

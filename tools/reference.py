@@ -18,8 +18,13 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 FIRST = "icl_patch.ContextPatcher"
-MODULES = ("icl_patch", "icl_patch.static", "icl_patch.scale", "icl_patch.evaluation.embedded")
-MODULES += ("icl_patch.ops",)
+MODULES = (
+    "icl_patch",
+    "icl_patch.static",
+    "icl_patch.scale",
+    "icl_patch.evaluation.embedded",
+    "icl_patch.ops",
+)
 LISTS = {
     "analysis": (
         "Analysis",
@@ -92,11 +97,11 @@ def groups() -> list[Group]:
     found = []
     for module in MODULES:
         package = importlib.import_module(module)
-        names = {f"{module}.{name}": getattr(package, name) for name in package.__all__}
-        names.pop("icl_patch.__version__", None)
-        names = {name: x for name, x in names.items() if not isinstance(x, ModuleType)}
+        entries = {f"{module}.{name}": getattr(package, name) for name in package.__all__}
+        entries.pop("icl_patch.__version__", None)
+        entries = {name: x for name, x in entries.items() if not isinstance(x, ModuleType)}
         page = f"{last(module)}.md"
-        found.append(Group(page, f"`{module}`", inspect.getdoc(package) or "", names))
+        found.append(Group(page, f"`{module}`", inspect.getdoc(package) or "", entries))
     for page, (title, text, names) in LISTS.items():
         entries = {f"icl_patch.{x}": pkgutil.resolve_name(f"icl_patch.{x}") for x in names}
         found.append(Group(f"{page}.md", title, text, entries))
@@ -157,8 +162,8 @@ def section(title: str, lines: list[str], home: str) -> list[str]:
             shown.append(f"- {names}: {inline(found[2], home)}")
         else:
             shown.append("  " * (line[:1] == " ") + inline(line.strip(), home))
-    names = {"Args": "Arguments", "Raises": "Errors"}
-    return [f"**{names.get(title, title)}**", "", *shown, ""]
+    heading = {"Args": "Arguments", "Raises": "Errors"}.get(title, title)
+    return [f"**{heading}**", "", *shown, ""]
 
 
 def described(text: str, home: str) -> list[str]:
@@ -187,19 +192,19 @@ def annotation(value: Any) -> str:
 
 def signature(name: str, value: Any) -> list[str]:
     """The call as an indented block, an argument a line where it is long."""
-    if isinstance(value, property):
+    if isinstance(value, property) and value.fget:
         returned = inspect.signature(value.fget).return_annotation
         return [f"    {name}: {annotation(returned)}", ""]
     if inspect.isclass(value) and issubclass(value, Enum | Exception):
         return []
     function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
     found = inspect.signature(function)
-    parts = []
+    parts: list[str] = []
     for parameter in list(found.parameters.values()):
         if parameter.name in ("self", "cls"):
             continue
-        text = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        text += parameter.name
+        stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
+        text = f"{stars}{parameter.name}"
         if parameter.kind is parameter.KEYWORD_ONLY and not {"*"} & {x[:1] for x in parts}:
             parts.append("*")
         if parameter.annotation is not parameter.empty:
@@ -288,9 +293,11 @@ def main() -> int:
             continue
         differs = True
         print(f"{path.name}: {'differs from the docstrings' if check else 'written'}")
-        if not check and text is None:
+        if check:
+            continue
+        if text is None:
             path.unlink()
-        elif not check:
+        else:
             path.write_text(text, encoding="utf-8")
     return int(check and differs)
 

@@ -26,7 +26,8 @@ if "$python" tools/requirements.py met; then
     "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target build/site.new . ||
         fail "laying out the package in build/site failed; see above"
     mv build/site.new build/site
-    run="PYTHONPATH='$here/build/site'\${PYTHONPATH:+:\$PYTHONPATH} exec '$(command -v "$python")'"
+    path="'$here/build/site'\${PYTHONPATH:+:\$PYTHONPATH}:'$here'"
+    run="$(command -v "$python")"
 else
     if [ ! -x .venv/bin/python ]; then
         rm -rf .venv
@@ -41,14 +42,15 @@ else
     fi
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . ||
         fail "installing the package into .venv failed; see above"
-    run="exec '$here/.venv/bin/python'"
+    path="\${PYTHONPATH:+\$PYTHONPATH:}'$here'"
+    run="$here/.venv/bin/python"
 fi
 
-# -P: -m and -c must not import the checkout in the current folder; a script imports its neighbours.
+# -P: -m and -c must not import the checkout in the current folder. It is the last of the path, for `tools` alone.
 cat >build/python.new <<END
 #!/bin/sh
 case \${1-} in -* | "") set -- -P "\$@" ;; esac
-$run "\$@"
+PYTHONPATH=$path exec '$run' "\$@"
 END
 chmod +x build/python.new
 mv build/python.new build/python

@@ -59,7 +59,7 @@ def export(model_folder: str, folder: Path) -> None:
 
     @torch.no_grad()
     def answer(prompt: Sequence[int]) -> dict[str, Any]:
-        (tokens,) = greedy(model, [prompt], NEW_TOKENS)
+        (tokens,) = greedy(model, [tuple(prompt)], NEW_TOKENS)
         logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
         chosen = logits.log_softmax(-1)[range(len(tokens)), list(tokens)]
         return {"prompt": prompt, "tokens": tokens, "logprobs": chosen.tolist()}

@@ -6,19 +6,15 @@ tables into the reference.
 """
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
 
 import icl_patch
+from tools.reference import places
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from reference import places  # noqa: E402 -- lies in tools/
-
 NAVIGATION = {
     "Start": ["docs/installing"],
     "Your own model": [

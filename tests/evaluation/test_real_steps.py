@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import real_steps
 import torch
-from real_steps import COMPUTE, ONE_PASS, TWO_PASSES, WAYS, Case, batch_of, references
 from support.numeric import bits, noise_limit
 from support.random_models import build
 from torch import Tensor
 
 from icl_patch import ContextPatcher, embedded, metrics
+from tools import real_steps
+from tools.real_steps import COMPUTE, ONE_PASS, TWO_PASSES, WAYS, Case, batch_of, references
 
 TOKENIZER = embedded.load()[1]
 RAGGED = Case("pages", 3, 20, True, 6)

@@ -1,11 +1,12 @@
 """The sweep over the model classes of transformers: one type of each form, and the table."""
 
 import pytest
-import sweep
 import torch
 import transformers
 from packaging.version import Version
 from support.patchers import refuses
+
+from tools import model_types, sweep, sweep_page
 
 # What only the sweep has, beside the forms of `icl_patch.evaluation.tiny_models`.
 FORMS = {
@@ -39,7 +40,7 @@ REFUSED = {
 def test_one_type_of_each_form(model_type: str) -> None:
     """Exact in bf16, with the features of trained weights."""
     prefix, half = sweep.SCENARIOS["prefix"], sweep.SCENARIOS["bf16"]
-    model = sweep.build(model_type, {})
+    model = model_types.build(model_type, {})
     assert sweep.measure(model, "stable", prefix)["result"] == "right"
     first = sweep.prepare(model, torch.bfloat16, realistic=True)
     cell = sweep.measure(model, "exact", half, first)
@@ -56,7 +57,7 @@ of_the_tables = pytest.mark.skipif(
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_refusal_names_the_property_of_the_class(model_type: str) -> None:
     fewer = {"encoder_hash_byte_group_vocab": 50} if model_type == "blt" else {}  # of 10⁸ numbers
-    refuses(sweep.build(model_type, fewer), REFUSED[model_type])
+    refuses(model_types.build(model_type, fewer), REFUSED[model_type])
 
 
 @of_the_tables
@@ -65,4 +66,4 @@ def test_the_table_has_no_wrong_cell_and_is_what_the_page_says() -> None:
     for mine in (cells, realistic):
         assert {cell["type"] for cell in mine} >= set(FORMS)
         assert not [cell for cell in mine if cell["result"] in ("wrong", "crashed")]
-    assert sweep.PAGE.read_text() == sweep.page(cells, realistic)
+    assert sweep.PAGE.read_text() == sweep_page.page(sweep.SCENARIOS, cells, realistic)

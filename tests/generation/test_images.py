@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import sweep
 import torch
 import transformers
 from support.numeric import noise_limit, replay_error, seeded
@@ -12,6 +11,7 @@ from torch import Tensor
 from icl_patch import ContextPatcher, metrics, verify
 from icl_patch.evaluation import embedded, tiny_models
 from icl_patch.generation import graph_partition
+from tools import model_types
 
 IMAGE, START, END = 96, 94, 95
 KINDS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
@@ -149,7 +149,7 @@ def test_types_of_text_that_later_tokens_would_not_have_are_refused() -> None:
     refusal = pytest.raises(ValueError, match="expected no token_type_ids for GPT2LMHeadModel")
     with ContextPatcher(tiny_models.build("gpt2"), "stable") as patcher, refusal:
         patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)
-    model = sweep.build("bert", {})
+    model = model_types.build("bert", {})
     own = generated(model, {"input_ids": ids}).sequences[:, ids.shape[1] :]
     with ContextPatcher(model, "stable") as patcher:
         steps = patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import sweep
 import torch
 import transformers
 from packaging.version import Version
@@ -23,6 +22,7 @@ from icl_patch.generation import graph_partition
 from icl_patch.models.forward import call
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
+from tools import model_types
 
 OLD = Version(transformers.__version__) < Version("5.21")
 SWITCH = 16  # tokens beyond which the models here take LongRoPE's long factors
@@ -50,7 +50,7 @@ def gemma3() -> PreTrainedModel:
 def phimoe() -> PreTrainedModel:
     """A scale of queries and keys that switches with the factors."""
     rope = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.7}
-    return sweep.build("phimoe", {"rope_parameters": rope} | LENGTH | TWO_LAYERS)
+    return model_types.build("phimoe", {"rope_parameters": rope} | LENGTH | TWO_LAYERS)
 
 
 longropes = pytest.mark.parametrize("make", [phi3, gemma3, phimoe])
@@ -271,7 +271,7 @@ PADDING = 1
 
 
 def roberta() -> PreTrainedModel:
-    return sweep.build("roberta", {"max_position_embeddings": 30, "pad_token_id": PADDING})
+    return model_types.build("roberta", {"max_position_embeddings": 30, "pad_token_id": PADDING})
 
 
 @torch.no_grad()

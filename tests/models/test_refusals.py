@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sweep
 import torch
 import torch.nn.functional as F
 import transformers
@@ -27,6 +26,7 @@ from icl_patch import (
     metrics,
 )
 from icl_patch.evaluation import tiny_models
+from tools import model_types
 
 
 @pytest.mark.parametrize("pad_token_id", [None, 0])
@@ -214,7 +214,7 @@ def test_a_block_that_hands_on_more_than_its_sum() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
     """Also where they do less than bf16's rounding may in other models."""
-    model = sweep.build("bart", {}).to(dtype)
+    model = model_types.build("bart", {}).to(dtype)
     with torch.no_grad():
         model.model.decoder.embed_positions.weight.mul_(0.1)
     with ContextPatcher(model) as patcher:

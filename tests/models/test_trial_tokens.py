@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import sweep
 import torch
 from support.numeric import seeded
 from support.random_models import build, tokens
@@ -20,6 +19,7 @@ from icl_patch.errors import SlowerStepsWarning
 from icl_patch.models.trial_tokens import first_token, trial_tokens
 from icl_patch.static.matrices import find_matrices
 from icl_patch.tolerances import rounding_limit
+from tools import model_types
 
 BOS, WORDS = 5, 40
 
@@ -73,7 +73,7 @@ def test_the_first_token_is_the_one_that_texts_get(
 
 def test_no_token_without_a_position() -> None:
     """RoBERTa gives none to its padding, which its sequences cannot begin with."""
-    model = with_bos(sweep.build("roberta", {"pad_token_id": BOS}))
+    model = with_bos(model_types.build("roberta", {"pad_token_id": BOS}))
     assert first_token(model) is None
     assert not (trial_tokens(model, 2000, 0) == BOS).any()
 

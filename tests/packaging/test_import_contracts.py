@@ -18,11 +18,12 @@ UPWARD = {
         "icl_patch.models.block_detection",
     ),
     "icl_patch/cli/common.py": ("import icl_patch.bench", "icl_patch.bench"),
+    "icl_patch/static/fit.py": ("from tools import measure", "tools.measure"),
 }
 
 
 def test_upward_imports_are_found(tmp_path: Path) -> None:
-    for name in ("icl_patch", "triton_kernels", "bench"):
+    for name in ("icl_patch", "triton_kernels", "bench", "tools"):
         ignored = shutil.ignore_patterns("*.so", "*.safetensors", "results", "__pycache__")
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)

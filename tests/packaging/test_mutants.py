@@ -1,6 +1,6 @@
 """The settings of ``make mutants`` name files that exist: whoever moves one changes them too."""
 
-import mutants
+from tools import mutants
 
 
 def test_every_named_fault_has_its_place_and_its_tests() -> None:

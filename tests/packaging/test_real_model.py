@@ -11,7 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import real_model
+
+from tools import real_model
 
 
 def write_wheel(folder: Path, name: str, files: dict[str, bytes]) -> tuple[Path, str]:

@@ -3,13 +3,13 @@
 import itertools
 
 import pytest
-import record_bits
 import torch
-from record_bits import Record
 from support.numeric import bits
 from torch import Tensor
 
 from icl_patch.evaluation import tiny_models
+from tools import record_bits
+from tools.record_bits import Record
 
 
 def flip_lowest_bit(x: Tensor) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import build_site
 import pytest
-import reference
+
+from tools import reference
 
 REPOSITORY = Path(__file__).parents[2]
 PAPERS = REPOSITORY / "docs" / "papers"

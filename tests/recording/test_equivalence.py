@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-import sweep
 import torch
 from support.numeric import EPSILON, NARROW, every_narrow, replay_limit
 from support.patchers import refuses, updates
@@ -17,6 +16,7 @@ from icl_patch import ContextPatch, ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.recording.sequences import assemble
+from tools import model_types
 
 
 def replayed(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
@@ -88,7 +88,9 @@ def test_a_multiplier_is_measured(
 def _gpt_neo() -> nn.Module:
     """With windows that count its cache, longer ones than attaching tries."""
     types = [[["global", "local"], 1]]
-    return sweep.build("gpt_neo", {"attention_types": types, "num_layers": 2, "window_size": 12})
+    return model_types.build(
+        "gpt_neo", {"attention_types": types, "num_layers": 2, "window_size": 12}
+    )
 
 
 def _llama4() -> nn.Module:
@@ -132,7 +134,7 @@ def test_attention_to_the_tokens_with_the_highest_scores(kind: str) -> None:
     of several such tokens they are depends on how many tokens there are.
     """
     sizes = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
-    model = sweep.build(kind, sizes)
+    model = model_types.build(kind, sizes)
     prefix, context, kept = tokens(0, 2, 4), tokens(1, 2, 9), tokens(2, 2, 9)
     behind = torch.cat([prefix, context], 1)
     cases = [

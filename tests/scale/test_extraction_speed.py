@@ -1,9 +1,9 @@
 """The tool that times extractions: what it writes down, on the embedded model."""
 
-import measure
 import pytest
 
 from icl_patch import embedded
+from tools import measure
 
 pytest.importorskip("icl_patch.scale", reason="no pyarrow")
 

@@ -1,0 +1,1 @@
+"""What builds, checks and measures the project. None of it is installed."""
