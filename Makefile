@@ -175,7 +175,7 @@ format: $(RUN) ## let ruff format the code
 	$(RUN) -m ruff format .
 
 train: $(RUN) ## train the embedded model again, into build/embedded (less than half an hour)
-	$(RUN) -m icl_patch.evaluation.embedded.train build/embedded
+	$(RUN) tools/train_embedded.py build/embedded
 
 clean: ## remove everything that make made, .venv included
 	rm -rf build dist .venv *.egg-info icl_patch/ops/_native.so .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.plans import StepPlans
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
-from icl_patch.layers.device_hooks import is_aligned
+from icl_patch.layers.device_hooks import has_accelerate_hooks
 from icl_patch.models.forward import media_positions
 from icl_patch.models.ranks import ranks_of
 from icl_patch.patch.context_patch import PatchReport
@@ -151,7 +151,7 @@ def _fp32_logits(model: PreTrainedModel, run: BaselineRun) -> Tensor | None:
     size = 4 * sum(x.numel() for x in weights)
     if model.dtype not in (torch.bfloat16, torch.float16) or not plain or size > _MAX_FP32_BYTES:
         return None
-    if is_aligned(model) or ranks_of(model).size > 1:
+    if has_accelerate_hooks(model) or ranks_of(model).size > 1:
         return None
     wide: Any = copy.deepcopy(model)
     inputs = {name: x.float() if x.is_floating_point() else x for name, x in run.inputs.items()}

@@ -18,7 +18,7 @@ from icl_patch.generation.recorded_step import RecordedStep, warn_slower
 from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.attachment import WaitingForward, below_passes
-from icl_patch.layers.device_hooks import input_device, is_aligned
+from icl_patch.layers.device_hooks import has_accelerate_hooks, input_device
 from icl_patch.layers.patched_module import with_base
 from icl_patch.models import kv_cache
 from icl_patch.recording import forward_passes
@@ -112,7 +112,7 @@ def check_compilable(attached: AttachedModel) -> None:
             torch.is_autocast_enabled(device.type)
         ),
         "models split over processes": attached.ranks.size > 1,
-        "accelerate's hooks, which move tensors between devices": is_aligned(model),
+        "accelerate's hooks, which move tensors between devices": has_accelerate_hooks(model),
         "these experts: the host reads how many are chosen": any(
             block.spec.experts_scale_input for block in blocks
         ),

@@ -24,7 +24,7 @@ from icl_patch.generation.one_pass import DecodeMode, OnePass
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, reason_against
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
-from icl_patch.models.forward_override import overridable, what_runs
+from icl_patch.models.forward_override import execution_state, overridable
 from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.hooks import paths_of
@@ -135,7 +135,7 @@ class StepPlans:
         if self._orders_differ and self._weights != attached.weights.fingerprint:
             self._tried.clear()
             self._weights = attached.weights.fingerprint
-        key = (mode, arithmetic, *what_runs(attached.model))
+        key = (mode, arithmetic, *execution_state(attached.model))
         if attached.ranks.any(key not in self._tried):
             try:
                 self._tried[key] = self._try(mode, arithmetic)

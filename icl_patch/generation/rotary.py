@@ -12,7 +12,7 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.checks import is_traced
-from icl_patch.models.attention_mask import TableOverride, file_override
+from icl_patch.models.table_override import TableOverride, file_override
 from icl_patch.recording.attached_block import AttachedBlock
 
 _NAME = "apply_rotary_pos_emb"  # in most of transformers' files

@@ -29,7 +29,7 @@ from icl_patch.generation.streams import (
     other_attention,
     own_value,
 )
-from icl_patch.layers.device_hooks import is_aligned
+from icl_patch.layers.device_hooks import has_accelerate_hooks
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
     Forward,
@@ -65,7 +65,7 @@ class SharedCacheStreams:
     def __init__(
         self, model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, exact: bool
     ) -> None:
-        if is_aligned(model):
+        if has_accelerate_hooks(model):
             raise UnsupportedModelError(
                 f"mode='shared_cache' does not cover {type(model).__name__} with accelerate's"
                 " hooks, which move tensors between devices"

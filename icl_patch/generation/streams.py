@@ -12,8 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.functions import one_token_attention
-from icl_patch.models.attention_mask import TableOverride
 from icl_patch.models.forward_override import Forward
+from icl_patch.models.table_override import TableOverride
 from icl_patch.recording.attached_block import AttachedBlock
 
 SDPA = "sdpa"

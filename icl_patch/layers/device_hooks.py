@@ -30,15 +30,15 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
     return hooks if all(type(part).__name__ == "AlignDevicesHook" for part in hooks) else ()
 
 
-def is_aligned(module: nn.Module) -> bool:
-    """Whether the module, or one inside it, has such hooks."""
+def has_accelerate_hooks(module: nn.Module) -> bool:
+    """Whether accelerate aligns the devices of the module, or of one inside it."""
     return any(hooks_of(part) for part in module.modules())
 
 
 def device_of(module: nn.Module) -> torch.device:
     """The device that a module, or the first one inside it, runs on."""
     first = next((x for x in (*module.parameters(), *module.buffers()) if not x.is_meta), None)
-    for part in module.modules() if first is None or is_aligned(module) else ():
+    for part in module.modules() if first is None or has_accelerate_hooks(module) else ():
         for hook in hooks_of(part):
             if hook.execution_device is not None:
                 return torch.device(hook.execution_device)

@@ -298,7 +298,7 @@ class PatchedParallelExperts(PatchedExperts):
         """(B, T, d) -> the same."""
         z = rows_of(x)
         index, weights = self._choice(z)
-        if self.instead is None:
+        if self.override is None:
             assert self.observer is not None
             self.observer(z, index)
             return self.base_layer(x)

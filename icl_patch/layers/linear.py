@@ -129,13 +129,12 @@ class PatchedLinear(PatchedModule):
         assert bias is None or isinstance(bias, Tensor)
         return (weight.T if type(base) is Conv1D else weight), bias
 
-    def plain(self, z: Tensor, rows: int | None = None) -> tuple[Tensor, torch.dtype]:
-        """The plain output to which the patch is added, (..., K) -> (..., N), and the dtype of the
-        base module's output.
+    def unpatched_output(self, z: Tensor, rows: int | None = None) -> tuple[Tensor, torch.dtype]:
+        """The output without the patch, (..., K) -> (..., N), and the dtype of the base module's
+        output.
 
-        The plain output is the base module's, in fp32 before its rounding where our kernels or CUDA
-        compute it, by the path of ``rows`` rows (:func:`icl_patch.ops.product_path`; by default
-        z's).
+        Where our kernels or CUDA compute it, it is in fp32 and not rounded yet. They take the path
+        of ``rows`` rows (:func:`icl_patch.ops.product_path`), by default of z's.
         """
         linear = self.linear_map(z)
         if linear is None:
@@ -150,7 +149,7 @@ class PatchedLinear(PatchedModule):
     def _replay(self, z: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
         if self.bias_change is not None:
-            plain, dtype = self.plain(z)
+            plain, dtype = self.unpatched_output(z)
             return add_bias_change(plain, self.bias_change, self.out_dtype or dtype)
         linear = self.linear_map(z)
         if linear is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from icl_patch.layers.attachment import Attachment
-from icl_patch.layers.device_hooks import is_aligned, run_aligned
+from icl_patch.layers.device_hooks import has_accelerate_hooks, run_aligned
 
 _PLAIN_WEIGHTS = (
     "expected a model without an applied patch to take the state dict of, or to save, got one with"
@@ -87,7 +87,7 @@ class PatchedModule(nn.Module):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._OFF = dict.fromkeys(("instead", *cls._PATCH))
+        cls._OFF = dict.fromkeys(("override", *cls._PATCH))
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ class PatchedModule(nn.Module):
         )
         self._non_persistent_buffers_set = base_layer._non_persistent_buffers_set
         object.__setattr__(self, "base_layer", base_layer)
-        self._aligned = is_aligned(base_layer)  # whether accelerate brings its inputs and weights
+        self._aligned = has_accelerate_hooks(base_layer)
         self.training, self._version = base_layer.training, base_layer._version
-        # what runs in the base's place, with this module and its inputs: a recorder, or _replay
-        self.instead: Callable[..., Any] | None = None
+        # called with this module and its inputs in place of the base: a recorder, or _replay
+        self.override: Callable[..., Any] | None = None
         # Called with values that are no output: a router's logits, the choice of experts.
         self.observer: Callable[..., None] | None = None
         self.attachment: Attachment | None = None  # the attached model that the module is part of
@@ -147,7 +147,7 @@ class PatchedModule(nn.Module):
     # quantised one, say) goes with them.
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        if self.instead is type(self)._replay:
+        if self.override is type(self)._replay:
             warnings.warn(_PLAIN_WEIGHTS, stacklevel=2)  # of one place: told once
         self.base_layer._save_to_state_dict(*args)
 
@@ -167,12 +167,12 @@ class PatchedModule(nn.Module):
         """Hand every input to ``recorder(module, x)``, which keeps the factors and returns the
         output.
         """
-        vars(self)["instead"] = recorder
+        vars(self)["override"] = recorder
 
     def replay(self, **patch: Any) -> None:
         """Apply a patch, by the names of the attributes that hold it."""
         # past torch's bookkeeping, which would make a parameter among them one of the base's
-        vars(self).update(patch, instead=type(self)._replay)
+        vars(self).update(patch, override=type(self)._replay)
 
     def off(self) -> None:
         """Be the base module again, bit for bit, and drop the patch."""
@@ -197,7 +197,7 @@ class PatchedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base module's arguments -> its output."""
-        if self.instead is None and self.observer is None:
+        if self.override is None and self.observer is None:
             return self.base_layer(*args, **kwargs)
         attachment, compiling = self.attachment, torch.compiler.is_compiling()
         # the pass of another thread ends first; torch.compile traces no locks
@@ -211,9 +211,9 @@ class PatchedModule(nn.Module):
         inputs = (*args, *kwargs.values())
         if self.observer is not None:
             self._observe(*inputs)
-        if self.instead is None:
+        if self.override is None:
             return self.base_layer(*args, **kwargs)
-        return self.instead(self, *inputs)
+        return self.override(self, *inputs)
 
     def _observe(self, *inputs: Any) -> None:
         """Show the observer what the module has beside its output."""

@@ -26,9 +26,9 @@ class PatchedRouter(PatchedLinear):
 
     def _run(self, z: Tensor, *others: Any) -> Any:
         """(..., K) -> the base router's output."""
-        if self.instead is None:
+        if self.override is None:
             return self.with_logits(z, self._shown, *others)
-        return self.instead(self, z, *others)
+        return self.override(self, z, *others)
 
     def _shown(self, logits: Tensor) -> Tensor:
         """The logits, which an observer sees."""

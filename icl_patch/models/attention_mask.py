@@ -6,9 +6,7 @@ code of the model's class stays as it is. Classes that derive alibi's positions 
 their positions in the same way.
 """
 
-import sys
-import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.table_override import TableOverride, file_override
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -74,52 +73,6 @@ class OneToken(Visibility):
 
 
 _visibility: ContextVar[Visibility | None] = ContextVar("icl_patch_visibility", default=None)
-
-
-class TableOverride:
-    """A function of transformers that is replaced as long as anyone needs it, in this thread or
-    another.
-
-    Args:
-        names: the mapping that holds the function. name: its key there. wrap: makes the replacement
-            from it.
-    """
-
-    def __init__(
-        self, names: MutableMapping[str, Any], name: str, wrap: Callable[[Any], Any]
-    ) -> None:
-        self._names, self._name, self._wrap = names, name, wrap
-        self._wrapped, self._made = names[name], wrap(names[name])
-        self._before: Any = None
-        self._users, self._lock = set[object](), threading.Lock()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Within this context the replacement is in force."""
-        user = object()
-        try:
-            with self._lock:
-                if not self._users:
-                    self._before = self._names[self._name]
-                    if self._before is not self._wrapped:  # somebody has put another one there
-                        self._wrapped, self._made = self._before, self._wrap(self._before)
-                    self._names[self._name] = self._made
-                self._users.add(user)
-            yield
-        finally:
-            try:
-                self._leave(user)
-            except BaseException:  # an interrupt
-                self._leave(user)
-                raise
-
-    def _leave(self, user: object) -> None:
-        """End one use: it may be called again at any place."""
-        with self._lock:
-            self._users.discard(user)
-            if not self._users and self._before is not None:
-                self._names[self._name] = self._before
-                self._before = None
 
 
 _hides_padding: ContextVar[bool] = ContextVar("icl_patch_hides_padding", default=False)
@@ -193,20 +146,6 @@ _masks = [TableOverride(_table, name, _restricting) for name in _IMPLEMENTATIONS
 _PAD = "maybe_pad_block_sequence_ids"
 if hasattr(masking_utils, _PAD):
     _masks.append(TableOverride(vars(masking_utils), _PAD, _padding))
-_of_files: dict[tuple[str, str], TableOverride] = {}
-_adding = threading.Lock()
-
-
-def file_override(module: nn.Module, name: str, wrap: Callable[[Any], Any]) -> list[TableOverride]:
-    """The override of the function ``name`` in the source file of the module's class, if it has
-    one; always with the same ``wrap``.
-    """
-    home = vars(sys.modules[type(module).__module__])
-    key = home["__name__"], name
-    with _adding:
-        if name in home and key not in _of_files:
-            _of_files[key] = TableOverride(home, name, wrap)
-    return [_of_files[key]] if name in home else []
 
 
 def check_attention(model: PreTrainedModel) -> None:

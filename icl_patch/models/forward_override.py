@@ -134,9 +134,11 @@ def _choosing(
     return chosen
 
 
-def what_runs(model: PreTrainedModel) -> list[Any]:
-    """Everything but weights that a pass of the model depends on: its modules and those beneath
-    patched ones, their hooks (by numbers that are never used twice), forwards and settings.
+def execution_state(model: PreTrainedModel) -> list[Any]:
+    """Everything but weights that a pass of the model depends on.
+
+    That is its modules and those beneath patched ones, with their hooks, forwards and settings. A
+    hook is listed as its number, which is never used twice.
     """
     found: list[Any] = [
         *_global_forward_pre_hooks,

@@ -2,7 +2,7 @@
 instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,6 +28,14 @@ from icl_patch.tolerances import rounding_limit
 
 # The oldest and the newest version of transformers that the tests run with.
 TESTED = "5.17", "5.24"
+
+
+def check_eval(modules: Iterable[nn.Module]) -> None:
+    """Raises ValueError if one of the modules is training, which may change its outputs."""
+    if any(module.training for module in modules):
+        raise ValueError(
+            "expected a model in eval mode, got one that is training: call model.eval()"
+        )
 
 
 def untested_version() -> str:

@@ -26,7 +26,7 @@ from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.forward import check_inputs, counts_slots, names_of
-from icl_patch.models.forward_override import what_runs
+from icl_patch.models.forward_override import execution_state
 from icl_patch.models.language_model import (
     check_length,
     check_vocabulary,
@@ -35,6 +35,7 @@ from icl_patch.models.language_model import (
     layers_of,
 )
 from icl_patch.models.model_checks import (
+    check_eval,
     check_language_model,
     check_split,
     check_unwrapped,
@@ -95,7 +96,7 @@ def _state_of(
     if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
         return None
     plain = (bool, int, float, str, torch.dtype, type(None))
-    runs = tuple(x if isinstance(x, plain) else id(x) for x in what_runs(model))
+    runs = tuple(x if isinstance(x, plain) else id(x) for x in execution_state(model))
     config, first = model.config.to_json_string(use_diff=False), first_token(model, tokenizer)
     return runs, tuple(weight_state(model)), config, first
 
@@ -670,11 +671,3 @@ class AttachedModel:
             )
         if self.tokenizer_fingerprint is not None:
             patch.check_tokenizer(self.tokenizer_fingerprint)
-
-
-def check_eval(modules: Iterable[nn.Module]) -> None:
-    """Raises ValueError if one of the modules is training, which may change its outputs."""
-    if any(module.training for module in modules):
-        raise ValueError(
-            "expected a model in eval mode, got one that is training: call model.eval()"
-        )

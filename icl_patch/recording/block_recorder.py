@@ -171,7 +171,7 @@ class BlockRecorder:
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
         """A reader's output, with ``u = W z_ctx - W z`` and ``v = z / ‖z‖²``."""
-        return self._record_reader(name, layer, z, *layer.plain(z, self.rows))
+        return self._record_reader(name, layer, z, *layer.unpatched_output(z, self.rows))
 
     def router(self, name: str, layer: PatchedRouter, z: Tensor, *others: Any) -> Any:
         """A router's outputs, with its logits changed as a reader's output is."""
@@ -227,7 +227,7 @@ class BlockRecorder:
         if self.spec.writer is Writer.SCALE and self.update == "direct":
             plain: Tensor = layer.base_layer(h)
             return plain
-        plain, dtype = layer.plain(h, self.rows)
+        plain, dtype = layer.unpatched_output(h, self.rows)
         y_ctx, y = self.split(plain)
         if self.spec.writer is Writer.SCALE:
             return self.join(y_ctx, self._stable_down(layer, h, y, dtype), plain)
@@ -337,9 +337,9 @@ class BlockRecorder:
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """The scale writer's output ``m' ⊙ Norm(x)``, with the scale of the update."""
-        _, x_own = self.split(x)
+        _, x_reduced = self.split(x)
         if self.update == "direct":
-            new_scale = self._direct_scale(layer, x_own)
+            new_scale = self._direct_scale(layer, x_reduced)
         else:
             assert self._stable_scale is not None
             # in fp32, as the norm computes; in fp64 where the exact factor starts from it
@@ -348,7 +348,7 @@ class BlockRecorder:
             new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
         self.keep(layer, new_scale=new_scale)
         if self.exact:
-            gain = layer.normalize(x_own)
+            gain = layer.normalize(x_reduced)
             zero = torch.zeros_like(gain)
             self.postpone(zero, gain, layer, "new_scale")
         return self._apply_new_scale(layer, x, new_scale)
@@ -362,9 +362,9 @@ class BlockRecorder:
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m ⊙ Norm(x)`` for the rows with the context, ``m' ⊙ Norm(x)`` for the others."""
-        x_ctx, x_own = self.split(x)
+        x_ctx, x_reduced = self.split(x)
         with_context = None if x_ctx is None else layer.apply_scale(x_ctx, layer.scale)
-        return self.join(with_context, layer.apply_scale(x_own, new_scale), x)
+        return self.join(with_context, layer.apply_scale(x_reduced, new_scale), x)
 
     # -- norms that read a sum
 

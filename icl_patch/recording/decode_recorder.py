@@ -245,7 +245,7 @@ class ExactDecodeRecorder(DecodeRecorder):
             waits = layer.group is None
         if not waits or self.delta is None:
             return super().down(layer, h)
-        plain, dtype = layer.plain(h, self.rows)
+        plain, dtype = layer.unpatched_output(h, self.rows)
         y_ctx, y = self.split(plain)
         # alike blocks are written at once, at the end
         self.waiting = WaitingWriter(layer, self.split(h)[1], y, dtype)

@@ -44,9 +44,9 @@ from icl_patch.recording.patch_assembly import (
 from icl_patch.recording.sequences import Sequences
 
 
-def calls_of(tokens: int, recurrent: bool) -> list[slice]:
-    """The columns of each call of the model: all at once, or one by one for a recurrent model,
-    because its class continues from a state with one token a call only.
+def token_slices(tokens: int, recurrent: bool) -> list[slice]:
+    """The columns of each call of the model: all tokens at once. A recurrent model takes one token
+    a call, because its class continues from a state with one token only.
     """
     if recurrent:
         return [slice(token, token + 1) for token in range(tokens)]
@@ -180,7 +180,8 @@ def compute_closing(
 
     live: (B, 1) bool, the rows that get a patch; all by default.
     """
-    kept, parts = sequences.kept_columns, calls_of(sequences.tail_ids.shape[1], attached.recurrent)
+    kept = sequences.kept_columns
+    parts = token_slices(sequences.tail_ids.shape[1], attached.recurrent)
     with observe(attached.blocks) as found:
         logits = [forward_passes.run_tail(attached.model, sequences, cache, x) for x in parts]
     patch = attached.empty_patch(sequences, passes=2)
@@ -206,7 +207,7 @@ def run_closing_pass(
     calls: list[list[BlockDiagnostics]] = []
     layers: list[tuple[Factors, ...]] = []
     reduced: list[Tensor] = []
-    for part in calls_of(patch.kept_ids.shape[1], recurrent):
+    for part in token_slices(patch.kept_ids.shape[1], recurrent):
         valid = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
         recorders = [
             BlockRecorder(block, update, valid, context.part(part))
@@ -235,7 +236,7 @@ def replay_logits(attached: HasBlocks, patch: ContextPatch, prefix: Cache | None
     """Replay a patch: logits (B, T, V). prefix: as in :func:`run_closing_pass`."""
     cache = prefix_cache(attached.model, patch) if prefix is None else prefix
     logits = []
-    for part in calls_of(patch.kept_ids.shape[1], attached.recurrent):
+    for part in token_slices(patch.kept_ids.shape[1], attached.recurrent):
         layers = [
             {name: x if x.dim() == 1 else x[:, part] for name, x in patch.layers[place].items()}
             for place in attached.places

@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning, UnsupportedModelError
-from icl_patch.layers.device_hooks import input_device, is_aligned
+from icl_patch.layers.device_hooks import has_accelerate_hooks, input_device
+from icl_patch.models.model_checks import check_eval
 from icl_patch.models.prompts import Tokens
 from icl_patch.patch.low_rank import LowRank
-from icl_patch.recording.attached_model import check_eval
 from icl_patch.static.answers import Answers, answered, ends_of
 from icl_patch.static.examples import Example, check_row, documents, preserved_texts
 from icl_patch.static.matrices import find_matrices
@@ -203,7 +203,7 @@ def _check_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
             " step keeps all the weights that it reads, so offloading saves nothing. Spread it over"
             " devices with device_map; a patch that was fitted elsewhere can be applied offloaded"
         )
-    if is_aligned(model) and dtype not in (None, model.dtype):
+    if has_accelerate_hooks(model) and dtype not in (None, model.dtype):
         raise UnsupportedModelError(
             f"expected a fit in {model.dtype}, the dtype of a model that accelerate has spread over"
             f" devices, got {dtype}: load it in that dtype"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from icl_patch.layers.device_hooks import input_device, is_aligned
+from icl_patch.layers.device_hooks import has_accelerate_hooks, input_device
 from icl_patch.models.forward_override import Forward, ForwardOverrides
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.static.examples import batches, pad
@@ -75,7 +75,7 @@ class Distillation:
     def dtype_for(self, model: PreTrainedModel) -> torch.dtype:
         """The dtype of the passes."""
         # a model that is spread over devices cannot be copied into another dtype
-        if self.dtype is not None or model.dtype != torch.float32 or is_aligned(model):
+        if self.dtype is not None or model.dtype != torch.float32 or has_accelerate_hooks(model):
             return self.dtype or model.dtype
         fast = model.device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return torch.bfloat16 if fast else model.dtype

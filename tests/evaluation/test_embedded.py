@@ -10,9 +10,9 @@ import torch
 from icl_patch import embedded
 from icl_patch.evaluation import demo
 from icl_patch.evaluation.embedded import tasks
-from icl_patch.evaluation.embedded.train import build_tokenizer, train
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.patch.serialization import UPDATES
+from tools.train_embedded import build_tokenizer, train
 
 
 @pytest.fixture(scope="module")

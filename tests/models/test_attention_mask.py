@@ -10,7 +10,8 @@ from support.random_models import build, shallow, tokens
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as TABLE
 from transformers.models.bloom import modeling_bloom
 
-from icl_patch.models.attention_mask import TableOverride, Visibility, restricted_attention
+from icl_patch.models.attention_mask import Visibility, restricted_attention
+from icl_patch.models.table_override import TableOverride
 from icl_patch.recording.residual_sum import ResidualSum
 
 

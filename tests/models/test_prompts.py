@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from icl_patch import static
 from icl_patch.evaluation import demo
 from icl_patch.evaluation.embedded import Prompt
-from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.models.prompts import chat_text, encode, make_prompt, own_front, split_ids
+from tools.train_embedded import build_tokenizer
 
 OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 SMOLLM2 = (

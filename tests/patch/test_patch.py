@@ -14,8 +14,8 @@ from support.random_models import case, two_layers
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics
-from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.patch.serialization import TOKEN_TENSORS
+from tools.train_embedded import build_tokenizer
 
 UPDATES = ("direct", "stable", "exact")
 FAMILIES, HIDDEN, INNER = ("gemma3", "llama"), 48, 72

@@ -1,4 +1,4 @@
-"""A small Gemma 3 that ships with the package, and the tasks it was trained on by ``train.py``.
+"""A small Gemma 3 that ships with the package, and the tasks it was trained on.
 
 The tasks cannot be solved without the context, so the answers show whether a patch carries it.
 """

@@ -1,4 +1,4 @@
-"""Train the embedded model from scratch: ``python -m icl_patch.evaluation.embedded.train OUT_DIR``
+"""Train the embedded model from scratch: ``build/python tools/train_embedded.py OUT_DIR``
 (less than half an hour on one CPU core).
 
 The seed fixes the initial weights, the documents and their order; two runs on one machine give the
