@@ -62,7 +62,7 @@ def attribution(
     columns = context_ids.shape[1]
     if len(context_ids) != 1 or len(kept_ids) != 1 or batch_size < 1:
         raise ValueError(
-            "expected one context (1, C), its kept tokens (1, T) and batch_size ≥ 1, got"
+            "expected one row, context_ids (1, C) and kept_ids (1, T), and batch_size ≥ 1, got"
             f" {tuple(context_ids.shape)}, {tuple(kept_ids.shape)} and {batch_size}"
         )
     for start, stop in spans:

@@ -14,14 +14,14 @@ def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, 
 
         ‖ΔW - Σ_i ΔW_i‖_F / ‖ΔW‖_F       (B, T) fp64; NaN where ΔW = 0
 
-    0: they add up. Of the patches of two contexts and the patch of both it is the part of the
-    latter that the sum of the two misses. Computed from the vectors alone.
+    0: they add up. For the patches of two contexts and the patch of both, it is the share of the
+    latter that the sum misses. It is computed from the vectors, without a matrix.
 
     Raises:
         ValueError: the patches are of other kept tokens, blocks or updates, or there are no parts.
     """
     if not parts:
-        raise ValueError("expected at least one part, got none")
+        raise ValueError("expected at least one part of the whole patch, got none")
     for part in parts:
         differ = {
             "kept tokens": not torch.equal(whole.kept_ids, part.kept_ids),

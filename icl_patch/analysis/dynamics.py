@@ -241,8 +241,8 @@ def factorise(
     """The factorisation of a context's effect on the readers of one block, for the token that
     follows it.
 
-    One patch is computed for each context token: the first i tokens are absorbed, the others stay
-    beside the token.
+    It computes a patch for each i up to the number of context tokens. The first i are absorbed, the
+    others stay in front of the token.
 
     Args:
         context_ids: (B, C) int64. kept_ids: (B, 1) int64. layer: which block.
@@ -258,7 +258,9 @@ def factorise(
             as :meth:`icl_patch.ContextPatcher.require_attached`.
     """
     if kept_ids.shape[1:] != (1,):
-        raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
+        raise ValueError(
+            f"expected one token in each row, kept_ids (B, 1), got {tuple(kept_ids.shape)}"
+        )
     ids, inputs = torch.cat([context_ids, kept_ids], 1), []
     every = assemble(ids, ids[:, keep_first:], keep_first=keep_first)
     parts = [_up_to(every, keep_first)]  # first all are kept
@@ -269,8 +271,8 @@ def factorise(
         factors = patch.layers[layer]
         if "readers.v" not in factors:
             raise ValueError(
-                "expected a block with readers of the attention's output, got"
-                f" {patch.blocks[layer].path}, which has none"
+                "expected a block with patched readers, got"
+                f" {patch.blocks[layer].path}, which has none: choose another layer"
             )
         inputs.append(factors["readers.v"][:, -1])
     v = torch.stack(inputs)

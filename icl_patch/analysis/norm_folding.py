@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import LINEAR
 from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.models.model_checks import check_eval
 from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.tolerances import rounding_limit
 
@@ -127,12 +128,11 @@ def fold(model: PreTrainedModel) -> Iterator[Folding]:
         _require_unpatched(model)
 
 
-@torch.inference_mode(False)  # what is made here can be trained elsewhere
+@torch.inference_mode(False)  # so that a caller can train the folded weights
 @torch.no_grad()
 def _folded(model: PreTrainedModel, undo: ExitStack) -> Folding:
     _require_unpatched(model)
-    if model.training:
-        raise ValueError("expected a model in eval mode, got one that is training")
+    check_eval([model])
     candidates = [path for path, module in model.named_modules() if _is_norm(module)]
     ids = trial_tokens(model, 7, seed=0)
     expected, readers = _run_and_watch(model, ids, candidates)
@@ -154,7 +154,8 @@ def _folded(model: PreTrainedModel, undo: ExitStack) -> Folding:
     if not folded:
         reasons = "; ".join(f"{path}: {why}" for path, why in refused.items())
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no norm that can be folded: {reasons or 'it has none'}"
+            f"expected a norm that can be folded in {type(model).__name__}, got"
+            f" {reasons or 'a model without norms'}"
         )
     return Folding(tuple(folded), refused)
 
@@ -288,6 +289,6 @@ def _reason(model: nn.Module, readers: list[str] | None, form: NormForm | None) 
 def _require_unpatched(model: nn.Module) -> None:
     if any(isinstance(module, PatchedModule) for module in model.modules()):
         raise ValueError(
-            f"expected a model without patched modules, {type(model).__name__} has some: detach the"
-            " patcher first"
+            f"expected a model without patched modules, got a {type(model).__name__} with some:"
+            " detach the patcher first"
         )

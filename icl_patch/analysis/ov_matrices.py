@@ -96,8 +96,8 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
     weight_o, bias_o = _affine(output)
     if weight_o.shape[0] % heads:
         raise UnsupportedModelError(
-            f"{type(block).__name__} reads {weight_o.shape[0]} numbers in its output matrix, for"
-            f" {heads} heads"
+            f"expected an output matrix in {type(block).__name__} that {heads} heads divide, got"
+            f" {weight_o.shape[0]} columns"
         )
     weight_o = weight_o.unflatten(0, (heads, -1))  # (H, d_head, d)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -122,7 +122,8 @@ def _find(block: nn.Module) -> tuple[nn.Module, nn.Module, _Packing]:
         for attention in attentions:
             return attention.get_submodule(value), attention.get_submodule(output), packing
     raise UnsupportedModelError(
-        f"{type(block).__name__} has no value and output matrices under a known name"
+        f"expected value and output matrices under a known name in {type(block).__name__}, got"
+        f" none of {', '.join(f'{value} and {output}' for value, output, _ in _LAYOUTS)}"
     )
 
 
@@ -132,7 +133,8 @@ def _affine(module: nn.Module) -> tuple[Tensor, Tensor]:
     assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
     if not weight.is_floating_point():
         raise UnsupportedModelError(
-            f"expected a floating weight in {type(module).__name__}, got {weight.dtype}"
+            f"expected a floating weight in {type(module).__name__}, got {weight.dtype}: load the"
+            " model without quantisation"
         )
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     wide = wide.T if isinstance(module, nn.Linear) else wide
@@ -182,6 +184,6 @@ def _check(
         if (y - expected).abs().max() <= limit:
             return
     raise UnsupportedModelError(
-        f"the attention of {type(block).__name__} on one token is not x W_V W_O + b: its form is"
-        " not known"
+        f"expected an attention of {type(block).__name__} that is x W_V W_O + b on one token, got"
+        " another form"
     )

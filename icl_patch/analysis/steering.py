@@ -75,7 +75,9 @@ def steered(
         ValueError: there are not as many vectors as blocks; or a call has other rows or tokens.
     """
     if len(vectors) != len(blocks):
-        raise ValueError(f"expected vectors for {len(blocks)} blocks, got {len(vectors)}")
+        raise ValueError(
+            f"expected a vector for each of {len(blocks)} blocks, got {len(vectors)} vectors"
+        )
     with ExitStack() as hooks:
         for block, vector in zip(blocks, vectors, strict=True):
             kind, _, path = block.spec.residual[-1].partition(" of ")
@@ -147,8 +149,9 @@ def _read_by(block: Block) -> dict[str, str]:
 
 
 def in_rome_form(patch: ContextPatch, covariances: Sequence[Mapping[str, Tensor]]) -> ContextPatch:
-    """The patch with ``C⁻¹z / (zᵀC⁻¹z)`` in the place of ``z / ‖z‖²``: on its own tokens it has the
-    same effect up to rounding, on others a smaller one on average.
+    """The patch with ``C⁻¹z / (zᵀC⁻¹z)`` in place of ``z / ‖z‖²``.
+
+    On its own tokens it has the same effect up to rounding, on others a smaller one on average.
 
     Args:
         covariances: of :func:`input_covariances`; factors without one stay as they are.
@@ -158,9 +161,14 @@ def in_rome_form(patch: ContextPatch, covariances: Sequence[Mapping[str, Tensor]
             to the last bit.
     """
     if len(covariances) != len(patch.layers):
-        raise ValueError(f"expected {len(patch.layers)} covariances, got {len(covariances)}")
+        raise ValueError(
+            f"expected covariances for each of {len(patch.layers)} layers, got {len(covariances)}"
+        )
     if patch.info.update == "exact":
-        raise ValueError("expected a direct or stable patch, got an exact one, tied to its v")
+        raise ValueError(
+            "expected a direct or stable patch, got an exact one, which holds for its own v alone:"
+            " compute it with update='stable'"
+        )
     layers = []
     for layer, of_layer in zip(patch.layers, covariances, strict=True):
         changed = dict(layer)

@@ -9,11 +9,11 @@ from icl_patch.recording.attached_model import HasAttachedModel
 
 
 def on_other_weights(patch: ContextPatch, patcher: HasAttachedModel) -> ContextPatch:
-    """The same factors as a patch of the patcher's model, whatever its weights are.
+    """The same factors as a patch of the patcher's model, which may have other weights.
 
-    The caller asks for what the fingerprint prevents: the result can be replayed and applied, and
-    nothing promises that it still has the effect of the context. Its ``info.model`` says from which
-    model it comes. ``patch`` itself stays as it is.
+    The fingerprint prevents such a use elsewhere. The result can be replayed and applied, but it
+    may not have the effect of the context. Its ``info.model`` says from which model it comes.
+    ``patch`` itself stays as it is.
 
     Raises:
         FingerprintMismatch: the model's dtype is another.
@@ -24,7 +24,8 @@ def on_other_weights(patch: ContextPatch, patcher: HasAttachedModel) -> ContextP
     model = attached.model
     if patch.info.dtype != str(model.dtype):
         raise FingerprintMismatch(
-            f"expected a patch of a model in {model.dtype}, got one in {patch.info.dtype}"
+            f"expected a patch of a model in {model.dtype}, got one in {patch.info.dtype}: load the"
+            " model in that dtype"
         )
     patch.check_blocks(attached.block_specs)
     check_fit(patch, model)

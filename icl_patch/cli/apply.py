@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Merge the patch and save the model with its tokenizer."""
     if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"expected a folder to write the model to, got the file {options.out}")
+        raise ValueError(
+            f"expected a folder as --out, for a whole model, got the file {options.out}"
+        )
     common.check_out(options)
     model, tokenizer, patch = common.load_static(options)
     _save(options.out, patch.merge(model), tokenizer)

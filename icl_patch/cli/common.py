@@ -61,7 +61,7 @@ def add_out(
     :func:`check_out`.
     """
     parser.add_argument("--out", type=kind, required=True, metavar=metavar, help=meaning)
-    meaning = "replace what is there already under --out"
+    meaning = "replace an earlier result under --out"
     parser.add_argument("--force", action="store_true", default=None, help=meaning)
 
 
@@ -70,7 +70,9 @@ def check_out(options: argparse.Namespace) -> None:
     out: Path = options.out
     filled = any(out.iterdir()) if out.is_dir() else out.exists()
     if filled and not options.force:
-        raise ValueError(f"expected a new name for --out, there is {out} already: --force replaces")
+        raise ValueError(
+            f"expected a new name for --out, got {out}, which exists: --force replaces it"
+        )
 
 
 def add_patch(parser: argparse.ArgumentParser, *, required: bool = True, meaning: str) -> None:
@@ -143,7 +145,7 @@ def add_prompt(
     requires the first two, or with a default for :func:`prompt_text`.
 
     Returns:
-        The options of which one gives the context.
+        The options that give the context; one of them is allowed.
     """
     required = default is None
     source = parser.add_mutually_exclusive_group(required=required)
@@ -183,7 +185,7 @@ def add_prompt(
 def check_question(options: argparse.Namespace) -> None:
     """Raises ValueError without ``--question``, which a data set has in its rows."""
     if options.question is None:
-        raise ValueError("expected --question, the text after the context")
+        raise ValueError("expected --question, the text after the context, got none")
 
 
 def read_prompt(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> "Prompt":
@@ -230,7 +232,7 @@ def existing(kind: str) -> Callable[[str], Path]:
 
     def check(text: str) -> Path:
         if not Path(text).exists():
-            raise argparse.ArgumentTypeError(f"expected {kind}, there is no {text!r}")
+            raise argparse.ArgumentTypeError(f"expected {kind}, got {text!r}, which does not exist")
         return Path(text)
 
     return check
@@ -351,7 +353,7 @@ def load_tokenizer(options: argparse.Namespace) -> "PreTrainedTokenizerBase":
         OSError: nothing can be loaded.
     """
     if options.revision is not None and options.model in (None, "embedded"):
-        raise ValueError("expected no --revision of the embedded model")
+        raise ValueError("expected no --revision with the embedded model: it has one version")
     with stage("importing torch and transformers", options):
         from icl_patch.evaluation import loading
     return loading.load_tokenizer(options.model, options.revision)

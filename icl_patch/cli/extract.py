@@ -107,7 +107,7 @@ def _extract_one(options: argparse.Namespace) -> int:
         "layers": len(patch.layers),
         "answer": text if answer.numel() else None,
     }
-    said = f"answer, whose tokens are patched too: {text!r}"
+    said = f"answer (its tokens are patched too): {text!r}"
     if not answer.numel():
         said = "of the question alone: --max-new-tokens patches the model's answer too"
     common.print_result(options, result, f"{options.out}: {patch!r}", said)
@@ -211,7 +211,9 @@ def _layers(text: str) -> slice:
         parts = [int(part) if part else None for part in text.split(":")]
         return slice(parts[0], int(text) + 1) if len(parts) == 1 else slice(*parts)
     except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"expected blocks as START:STOP, got {text!r}") from error
+        raise argparse.ArgumentTypeError(
+            f"expected blocks as START:STOP, such as 4:8, or one number, got {text!r}"
+        ) from error
 
 
 def _own_device(device: Any) -> Any:

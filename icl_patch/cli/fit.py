@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=math.inf,
-        help="a budget of time for the whole fit; the model's own answers are kept beside --out, in"
-        " a file .answers.json, from which the next fit takes them",
+        help="a budget of time for the whole fit; the model's own answers are kept in a file"
+        " .answers.json next to --out, from which the next fit takes them",
     )
     parser.add_argument("--steps", type=common.positive, default=60, help="at most (default 60)")
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="(default 0.005)")
@@ -207,8 +207,8 @@ def _examples(
 def kept_answers(
     options: argparse.Namespace, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 ) -> "Iterator[Answers]":
-    """The model's own answers that an earlier fit to the same ``--out`` has left beside it. All of
-    them are written there at the end, also when the fit fails.
+    """The model's own answers, kept in a file next to ``--out``. It is read at the beginning, if an
+    earlier fit has written it, and written at the end, also when the fit fails.
 
     Raises:
         ValueError: the file there holds something else, or answers of another model.

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Generate; the text is printed as it comes, or with ``--json`` there is a bar."""
     if options.temperature is not None and not options.sample:
-        raise ValueError("expected --sample with --temperature")
+        raise ValueError("expected --sample with --temperature: without it, decoding is greedy")
     if options.patch is not None:
         return _with_patch(options)
     prompt = common.prompt_text(options)

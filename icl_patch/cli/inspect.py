@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the file's entries and the size of its changes, and check them against MODEL."""
     if options.model is None and (options.revision, options.device) != (None, None):
-        raise ValueError("expected MODEL with --revision or --device")
+        raise ValueError("expected MODEL with --revision or --device, got none")
     with common.stage("importing torch and transformers", options):
         from icl_patch.evaluation.report import table
         from icl_patch.patch.context_patch import ContextPatch

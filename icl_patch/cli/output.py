@@ -27,5 +27,5 @@ def output() -> Iterator[None]:
 
 
 def discard(stream: TextIO) -> None:
-    """Drop all that a stream has not written yet, and what comes: Python flushes it at the end."""
+    """Send a stream's unwritten and later text nowhere: Python flushes it at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

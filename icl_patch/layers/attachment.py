@@ -52,8 +52,8 @@ class Attachment:
     def exclusive(self) -> Iterator[None]:
         """Within this context no other thread runs a pass or the model's forward.
 
-        An interrupt may come while a pass takes away what it has put into the model. What it leaves
-        there is cleared away at once, or at the latest before the next pass or call of the model.
+        An interrupt may come while a pass removes its hooks and factors from the model. The rest is
+        removed at once, or at the latest before the next pass or call of the model.
         """
         with self.turn():
             before, ended = self.thread, False

@@ -132,6 +132,6 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     if read is None:
         raise UnsupportedModelError(
             f"expected the {name} of {type(module).__name__} in memory or offloaded by accelerate,"
-            " got none"
+            " got one on the device meta: load the model's weights"
         )
     return read().to(device_of(module), weight.dtype)

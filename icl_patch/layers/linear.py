@@ -29,7 +29,7 @@ from icl_patch.metrics import linf
 from icl_patch.tolerances import rounding_limit
 
 LINEAR = (nn.Linear, Conv1D)
-"""Modules whose weight is one matrix; that of Conv1D is (K, N)."""
+"""Modules with one matrix as their weight, (N, K); that of Conv1D is (K, N)."""
 
 
 class PatchedLinear(PatchedModule):
@@ -56,7 +56,7 @@ class PatchedLinear(PatchedModule):
     shared: bool | None
     by_row: bool | None  # whether a call has taken (B, T, ·) for its rows: later ones must too
     out_dtype: torch.dtype | None
-    # of the ranks that have a part of the matrix's inputs each, whose outputs are summed
+    # of the ranks that each have a part of the matrix's inputs; their outputs are summed
     group: dist.ProcessGroup | None = None
 
     def set_patch(self, u: Tensor, v: Tensor, *, shared: bool = False) -> None:
@@ -100,7 +100,10 @@ class PatchedLinear(PatchedModule):
                 " into, got hooks or another forward: remove them first"
             )
         if self.u is None or self.v is None or not self.shared:
-            raise ValueError("expected a patch that all rows share to merge, got another or none")
+            raise ValueError(
+                "expected a patch that all rows share, for a merge, got another or none: call"
+                " set_patch(u, v, shared=True) first"
+            )
         change = torch.einsum("rn,rk->nk", self.u[0].double(), self.v[0].double())
         merged = copy.deepcopy(base)
         with torch.no_grad():
@@ -191,8 +194,8 @@ class PatchedLinear(PatchedModule):
 
 @torch.no_grad()
 def matrix_of(module: nn.Module) -> Tensor:
-    """W (N, K) of a module that computes ``W z + b`` with its weight, in whatever arithmetic: an
-    ``nn.Linear``, a Conv1D or one of a class derived from them, which is tried with random weights.
+    """W (N, K) of a module that computes ``W z + b`` with its weight, in any arithmetic: an
+    ``nn.Linear`` or a Conv1D. A class derived from them is tried with random weights.
 
     Raises:
         TypeError: the module is something else.
@@ -209,8 +212,8 @@ def matrix_of(module: nn.Module) -> Tensor:
     transposed = isinstance(module, Conv1D)
     if kind not in LINEAR and not weight.is_meta and not _multiplies(module, weight, transposed):
         raise TypeError(
-            f"expected a module that computes W z + b with its weight, got {name}, whose forward"
-            " computes something else: put a torch.nn.Linear that computes the same in its place"
+            f"expected a module that computes W z + b with its weight, got {name}, which computes"
+            " something else: replace it by an equal torch.nn.Linear"
         )
     return weight.T if transposed else weight
 

@@ -143,8 +143,8 @@ class PatchedModule(nn.Module):
         self.base_layer.train(mode)
         return super().train(mode)
 
-    # State that a base saves, loads and moves beside its parameters and buffers (the scales of a
-    # quantised one, say) goes with them.
+    # A base may save, load and move more than parameters and buffers, such as the scales of a
+    # quantised one.
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.override is type(self)._replay:
@@ -216,7 +216,7 @@ class PatchedModule(nn.Module):
         return self.override(self, *inputs)
 
     def _observe(self, *inputs: Any) -> None:
-        """Show the observer what the module has beside its output."""
+        """Call the observer with values that are not the module's output."""
 
     def _replicate_for_data_parallel(self) -> "PatchedModule":
         raise RuntimeError(

@@ -1,11 +1,11 @@
 """Changing the result of one product inside a module of the model's.
 
-A router turns its logits ``F.linear(z, W)`` into a choice of experts; Llama 4's experts multiply by
+A router turns its logits ``F.linear(z, W)`` into a choice of experts. Llama 4's experts multiply by
 ``torch.bmm`` and continue with an activation and a second product. A patch belongs between the
-product and the arithmetic after it, and that of a matrix whose inputs ranks share between its
-product and the sum over the ranks; but the forwards of transformers' classes have no hook there,
-and a copy of the forward would be needed for each class and version. So a TorchFunctionMode
-intercepts the product, only while the module runs.
+product and the arithmetic after it. If ranks share a matrix's inputs, it belongs between the
+product and the sum over the ranks. The forwards of transformers' classes have no hook there, and
+each class and version would need a copy of its forward. So a TorchFunctionMode intercepts the
+product, only while the module runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,6 +61,6 @@ def with_linear_changed(module: nn.Module, change: Callable[[Tensor], Tensor], *
         out = module(*inputs)
     if products.calls != 1:
         raise UnsupportedModelError(
-            f"{type(module).__name__} makes {products.calls} linear products, not one"
+            f"expected one linear product in {type(module).__name__}, got {products.calls}"
         )
     return out

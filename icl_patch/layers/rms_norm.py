@@ -55,7 +55,8 @@ class PatchedRMSNorm(PatchedModule):
         eps = getattr(base_layer, "eps", getattr(base_layer, "variance_epsilon", None))
         if eps is None or not isinstance(getattr(base_layer, "weight", None), Tensor):
             raise TypeError(
-                f"expected an RMSNorm with a weight and an eps, got {type(base_layer).__name__}"
+                "expected an RMSNorm with a weight and an eps (or variance_epsilon), got"
+                f" {type(base_layer).__name__}"
             )
         self.eps = float(eps)
         self.scale_offset, self.cast_first = scale_offset, cast_first
@@ -135,9 +136,9 @@ def rms_norm_form(module: nn.Module, x: Tensor, output: Tensor) -> tuple[float, 
 
 
 def rms_norms(model: PreTrainedModel) -> Iterator[PatchedRMSNorm]:
-    """The RMSNorms of a model with a scale of ``w`` or ``1 + w`` in the model's dtype, those
-    beneath patched modules among them, as new patched norms; not those whose forward somebody but
-    accelerate has replaced.
+    """The RMSNorms of a model with a scale of ``w`` or ``1 + w`` in the model's dtype, as new
+    patched norms. Norms beneath patched modules count too; a norm with a replaced forward does not,
+    unless accelerate has replaced it.
 
     No table lists classes: a copy with random weights is tried on random rows.
     """
@@ -175,7 +176,7 @@ def _form_of(module: nn.Module, dtype: torch.dtype) -> tuple[float, bool] | None
     settings = {name: x for name, x in list(vars(module).items()) if name not in _OF_ANY_MODULE}
     known = all(isinstance(x, _SETTINGS) for x in settings.values())
     if not known or any(x is not None for name, x in parts.items() if name != "weight"):
-        return None  # its output may depend on more than what is tried
+        return None  # its output may depend on more than the trial varies
     device = torch.device("cpu") if weight.is_meta else weight.device
     key = (type(module), module.training, *settings.items(), len(weight), dtype, device)
     if key not in _forms:

@@ -17,8 +17,7 @@ from importlib.util import find_spec
 
 if find_spec("pyarrow") is None:
     raise ModuleNotFoundError(
-        "expected pyarrow for data sets of contexts, it is not installed: pip install"
-        " 'icl-patch[data]'",
+        "expected pyarrow for data sets of contexts, found none: pip install 'icl-patch[data]'",
         name="pyarrow",
     )
 

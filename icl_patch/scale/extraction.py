@@ -16,9 +16,9 @@ from icl_patch.scale.extractor import Batching, Extractor
 from icl_patch.scale.rows import Columns, Reject, Row, read_rows
 from icl_patch.scale.run import Contents, finished_ids, open_run
 
-_GROUP = 8  # batches' rows, which one process tokenizes and cuts into batches
+_GROUP = 8  # batches whose rows a process tokenizes together
 _WINDOW = 1024  # rows that are sorted by length: their texts are in memory
-_SAMPLE = 256  # the first rows, of which one must be right, and whose tokens are counted
+_SAMPLE = 256  # the first rows: one must be right, and their tokens are counted
 _VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
@@ -32,8 +32,8 @@ class Share:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"expected a rank from 0 to {self.world_size - 1}, below the world size, got"
-                f" {self.rank}"
+                f"expected 0 ≤ rank < world_size, got rank {self.rank} and world_size"
+                f" {self.world_size}"
             )
 
     @classmethod
@@ -141,10 +141,10 @@ def extract_dataset(
 ) -> Summary:
     """Compute and write a patch for every row of a data set.
 
-    The rows are read as a stream: in memory are the ids of all rows, or the reasons of those
-    without a patch, the texts of at most 1024, and the patches of one batch, whose rows have
-    similar lengths. A stopped run goes on where it was: a patch in the index is there, whole, and
-    is not computed again. Rows that cannot have a patch go to a file of rejects with the reason.
+    The rows are read as a stream. In memory are the ids of all rows, the reasons of rows without a
+    patch, the texts of at most 1024 rows, and the patches of one batch. The rows of a batch have
+    similar lengths. A stopped run goes on where it was: a patch in the index is whole, and is not
+    computed again. Rows that cannot have a patch go to a file of rejects with the reason.
 
     Args:
         patcher: with a tokenizer.

@@ -52,7 +52,7 @@ class Batching:
 
     def __post_init__(self) -> None:
         if min(self.rows, self.tokens, self.nbytes) < 1:
-            raise ValueError(f"expected numbers ≥ 1, got {self}")
+            raise ValueError(f"expected rows, tokens and nbytes ≥ 1, got {self}")
 
 
 class Extractor:
@@ -74,7 +74,10 @@ class Extractor:
         batching: Batching,
     ) -> None:
         if patcher.tokenizer is None:
-            raise ValueError("expected ContextPatcher(model, tokenizer=...) for texts, got none")
+            raise ValueError(
+                "expected a patcher with a tokenizer, got one without: ContextPatcher(model,"
+                " tokenizer=tokenizer)"
+            )
         self.patcher, self.folder = patcher, folder
         self.columns, self.contents, self.batching = columns, contents, batching
         self.run = Run.of(patcher, contents)
@@ -92,7 +95,8 @@ class Extractor:
                 one = encode_row(model, tokenizer, row, self.columns)
                 if one.lengths[1] <= (keep_first := self.contents.keep_first):
                     raise ValueError(
-                        f"expected a context of more than {keep_first} tokens, got {one.lengths[1]}"
+                        f"expected a context of more than {keep_first} tokens, got"
+                        f" {one.lengths[1]}: lower keep_first"
                     )
                 encoded.append(one)
             except ValueError as error:

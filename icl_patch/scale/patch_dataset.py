@@ -64,13 +64,14 @@ class PatchDataset:
     def _load(self, file: str | None) -> ContextPatch:
         if file is None:
             raise ValueError(
-                f"expected patches with factors, {self.folder} has statistics without any"
+                f"expected patches with factors, {self.folder} has statistics without any: extract"
+                " them again without --statistics, in Python with Contents(statistics=False)"
             )
         patch = ContextPatch.load(self.folder / file)
         got = (patch.info.fingerprint, patch.info.update, list(patch.layer_indices))
         if got != (self.run.fingerprint, self.run.update, self.run.layers):
             raise FingerprintMismatch(
                 f"expected a patch of the run in {self.folder}, got one of another model, update or"
-                f" layers in {file}"
+                f" layers in {file}: delete it, and the same run computes it again"
             )
         return patch

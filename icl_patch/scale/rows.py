@@ -41,7 +41,8 @@ class Columns:
 
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.names):
-            raise ValueError(f"expected different columns, got {', '.join(map(repr, self.names))}")
+            names = ", ".join(map(repr, self.names))
+            raise ValueError(f"expected a column of its own for each part of a row, got {names}")
 
     @property
     def names(self) -> list[str]:
@@ -156,12 +157,12 @@ def read_record(number: int | None, record: Any, columns: Columns) -> Row | Reje
 
 def _files(dataset: Path) -> list[Path]:
     if not dataset.exists():
-        raise ValueError(f"expected a data set, there is no {dataset}")
+        raise ValueError(f"expected a data set, got {dataset}, which does not exist")
     files = _files_of_folder(dataset) if dataset.is_dir() else [dataset]
     for file in files:
         if file.suffix not in _READERS:
             known = ", ".join(_READERS)
-            raise ValueError(f"expected a data set in a file with one of {known}, got {file}")
+            raise ValueError(f"expected a data set, a file ending in one of {known}, got {file}")
     return files
 
 
@@ -170,8 +171,8 @@ def _files_of_folder(folder: Path) -> list[Path]:
         if (splits := folder / "dataset_dict.json").is_file():
             names = json.loads(read_text(splits))["splits"]
             raise ValueError(
-                f"expected one split of {folder}, got all of them ({', '.join(names)}): name one,"
-                f" as {folder / names[0]}"
+                f"expected one split of {folder}, got all of them ({', '.join(names)}): name its"
+                f" folder, such as {folder / names[0]}"
             )
         if (state := folder / "state.json").is_file():
             data_files = json.loads(read_text(state))["_data_files"]
@@ -183,7 +184,7 @@ def _files_of_folder(folder: Path) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.suffix in _READERS)
     if not files:
         known = ", ".join(_READERS)
-        raise ValueError(f"expected files with one of {known} in {folder}, there are none")
+        raise ValueError(f"expected files ending in one of {known} in {folder}, found none")
     return files
 
 
@@ -200,8 +201,8 @@ def _json_lines(file: Path, columns: Columns) -> Iterator[Any]:
 
 
 def _columnar(file: Path, columns: Columns) -> Iterator[Any]:
-    """The rows of Parquet, or of Arrow's stream format, which ``datasets`` writes; or the error of
-    one whose text is not UTF-8.
+    """The rows of Parquet, or of Arrow's stream format, which ``datasets`` writes. In place of a
+    row that is not UTF-8 there is its error.
     """
     parquet = file.suffix == ".parquet"
     try:
@@ -222,7 +223,7 @@ def _columnar(file: Path, columns: Columns) -> Iterator[Any]:
 
 
 def _records(batch: pa.RecordBatch) -> list[Any]:
-    """The rows of a batch; of one whose text is not UTF-8, which a file can hold, the error."""
+    """The rows of a batch. In place of a row that is not UTF-8 there is its error."""
     try:
         return batch.to_pylist()
     except UnicodeDecodeError as error:

@@ -26,7 +26,7 @@ from icl_patch.patcher import ContextPatcher
 
 FORMAT = 1
 SHARDS, INDEX, RUN = "shards", "index", "run.json"
-# Of the index; norms and statistics follow, whose types depend on the model.
+# Of the index. Norms and statistics follow; their types depend on the model.
 COLUMNS = (
     ("id", pa.string()),
     ("row", pa.int64()),
@@ -164,7 +164,7 @@ def check_folder(folder: Path, run: Run) -> None:
         differing = [name for name, value in run.compared.items() if there.get(name) != value]
         if differing:
             raise ValueError(
-                f"expected patches of this run in {folder}, got others, with"
+                f"expected patches of this run in {folder}, got those of another, with"
                 f" {', '.join(f'{x} {there.get(x)!s:.40}' for x in differing)} in place of"
                 f" {', '.join(f'{run.compared[x]!s:.40}' for x in differing)}: choose another"
                 " folder"
@@ -173,15 +173,15 @@ def check_folder(folder: Path, run: Run) -> None:
         for name in _names(folder / part):
             if not name.startswith(f"{run.key}-"):
                 raise ValueError(
-                    f"expected files of this run in {folder / part}, whose names begin with"
-                    f" {run.key}, got {name}, which is of another run or model: move it away, or"
-                    " choose another folder"
+                    f"expected only files of this run in {folder / part} ({run.key}-…), got {name},"
+                    " which is of another run or model: move it away, or choose another folder"
                 )
 
 
 def open_run(folder: Path, run: Run) -> None:
-    """Make the folder with the description of its run, unless it is there. Parts of the index whose
-    shard was deleted go too: their patches will be computed again.
+    """Make the folder with the description of its run, unless it is there.
+
+    If a shard was deleted, its part of the index is deleted too: the patches are computed again.
     """
     for part in (SHARDS, INDEX):
         (folder / part).mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def patch_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("inspect --patch FILE", 2, f"icl-patch inspect: {FULL}\n"),
         ("inspect --patch FILE --json", 2, f"icl-patch inspect: {FULL}\n"),
         ("generate --max-new-tokens 2", 2, f"icl-patch generate: {FULL}\n"),
-        ("inspect --patch /nowhere --json", 2, "a patch file, there is no '/nowhere'\n"),
+        ("inspect --patch /nowhere --json", 2, "got '/nowhere', which does not exist\n"),
         ("inspect --patch MODEL --json", 1, "icl-patch inspect: "),
         ("dance --json", 2, "invalid choice: 'dance'"),
         ("--version", 2, f"icl-patch: {FULL}\n"),

@@ -139,10 +139,14 @@ def cut(path: Path) -> None:
 
 
 BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "missing": ("rows.jsonl", nothing, "expected a data set, there is no"),
+    "missing": ("rows.jsonl", nothing, "expected a data set, got .* which does not exist"),
     "text": ("rows.txt", Path.touch, r"one of \.jsonl, .*\.parquet, \.arrow, got .*rows\.txt"),
-    "empty folder": ("rows", Path.mkdir, "expected files with one of .* there are none"),
-    "splits": ("rows", splits, r"one split of .*\(train, test\): name one, as .*rows/train"),
+    "empty folder": ("rows", Path.mkdir, "expected files ending in one of .* found none"),
+    "splits": (
+        "rows",
+        splits,
+        r"one split of .*\(train, test\): name .*rows/train",
+    ),
     "no Parquet": ("rows.parquet", Path.touch, "whole file of Parquet, got .*rows.parquet: "),
     "damaged Parquet": ("rows.parquet", damaged, "whole file of Parquet, got .*rows.parquet: "),
     "no Arrow": ("rows.arrow", Path.touch, "whole file of Arrow's stream format, got .*: "),
@@ -183,7 +187,10 @@ def test_the_share_of_a_process(environment: dict[str, str], expected: Share) ->
     [
         ({"RANK": "1"}, "expected numbers in RANK and WORLD_SIZE, got 1 and nothing"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "got x and 2"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "expected a rank from 0 to 1, below .*, got 2"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "expected 0 ≤ rank < world_size, got rank 2 and",
+        ),
     ],
 )
 def test_a_bad_share(environment: dict[str, str], message: str) -> None:

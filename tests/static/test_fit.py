@@ -376,7 +376,7 @@ def test_a_matrix_that_no_patch_can_be_merged_into_is_refused_before_the_fit() -
     weight, mlp.up_proj = mlp.up_proj.weight, Doubled(48, 72, bias=False).eval()
     with torch.no_grad():
         mlp.up_proj.weight.copy_(weight / 2)
-    with pytest.raises(UnsupportedModelError, match=r"Doubled, whose forward computes something"):
+    with pytest.raises(UnsupportedModelError, match=r"Doubled, which computes something"):
         fit(model, random_examples())
     mlp.up_proj = nn.Linear(48, 72, bias=False).eval()
     mlp.up_proj.weight = weight

@@ -101,12 +101,12 @@ def test_apply_and_export_are_the_patch(
         again = [command, "--patch", patch_file, "--out", tmp_path / name]
         status, _, err = run(capsys, *again)
         assert status == 2
-        assert f"there is {tmp_path / name} already: --force replaces" in err
+        assert f"got {tmp_path / name}, which exists: --force replaces it" in err
         assert run(capsys, *again, "--force")[0] == 0
         assert sorted((tmp_path / name).iterdir()) == written
     status, _, err = run(capsys, "apply", "--patch", patch_file, "--out", patch_file)
     assert status == 2
-    assert "expected a folder to write the model to, got the file" in err
+    assert "expected a folder as --out, for a whole model, got the file" in err
     arguments = ["--patch", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16"]
     status, _, err = run(capsys, "apply", *arguments)
     assert status == 1
@@ -235,7 +235,7 @@ def test_a_file_is_replaced_only_with_force(
         out.write_text("mine")
         status, _, err = run(capsys, command, *options, "--out", out)
         assert (status, out.read_text()) == (2, "mine")
-        assert f"expected a new name for --out, there is {out} already: --force replaces" in err
+        assert f"expected a new name for --out, got {out}, which exists: --force replaces it" in err
         assert run(capsys, command, *options, "--out", out, "--force")[0] == 0
         assert out.stat().st_size > 1000
 
