@@ -15,7 +15,7 @@ class Comparison:
     """Calls that do the same work.
 
     Attributes:
-        ours: the call whose numbers the table has beside the times.
+        ours: the table has this call's numbers next to the times.
         check: ``check(call, result)`` gives the result's error; raises AssertionError with expected
             and got.
         nbytes: bytes that each call must move at least.

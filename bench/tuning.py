@@ -216,4 +216,4 @@ def check(weight: Tensor, operands: tuple[Tensor, Tensor, Tensor], config: Confi
     if not torch.equal(output, run(slice(None))):
         raise AssertionError("expected the same bits twice, got others")
     if not torch.equal(output[-1:], run(slice(-1, None))):
-        raise AssertionError("expected the bits of the last row alone, got others beside the rest")
+        raise AssertionError("expected the bits of the last row alone, got others with the rest")

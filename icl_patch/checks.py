@@ -139,7 +139,7 @@ def _check_kind(name: str, x: Tensor, kind: str, first: Tensor) -> None:
         check_floating(name, x)
         fits = not kind or x.dtype == first.dtype
     if not fits:
-        raise TypeError(f"expected {name} in {kind}, got {x.dtype} beside {first.dtype}")
+        raise TypeError(f"expected {name} in {kind}, got {x.dtype} with {first.dtype}")
     if x.device != first.device:
         raise ValueError(f"expected {name} on {first.device}, got {x.device}")
 

@@ -52,7 +52,7 @@ class SlowerStepsWarning(UserWarning):
 
 
 class HarmfulPatchError(ValueError):
-    """A fitted static patch is worse than no patch, or changes what it is to preserve.
+    """A fitted static patch is worse than no patch, or changes texts that it should preserve.
 
     report: its measurements, an :class:`icl_patch.static.StaticReport`.
     """
@@ -63,7 +63,7 @@ class HarmfulPatchError(ValueError):
 
 
 class StaticPatchWarning(UserWarning):
-    """Something is not known of a static patch, or its prompts lack what it was fitted with."""
+    """A static patch lacks information, or prompts differ from those of its fit."""
 
 
 class RankError(RuntimeError):

@@ -55,8 +55,9 @@ def same_argmax(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether no element is NaN or infinite, () bool: one reduction, without a wait for the
-    device. Elements whose difference is above the dtype's range count as infinite.
+    """Whether no element is NaN or infinite, () bool: one reduction, without a wait for the device.
+
+    It is False too if the largest and the smallest element differ by more than the dtype's range.
     """
     low, high = torch.aminmax(x)
     return high - low < torch.inf

@@ -179,8 +179,8 @@ class ContextPatcher:
         attention_mask: Tensor | None = None,
         **model_inputs: Any,
     ) -> ContextPatch:
-        """Compute the change of weights that replaces the context: with it, the model computes on
-        the kept tokens alone what it computes without it on ``[context, kept]``.
+        """Compute the change of weights that replaces the context. The changed model has the same
+        outputs on the kept tokens alone as the unchanged model has on ``[context, kept]``.
 
         Args:
             context_ids: (B, C) int64, left-padded.
@@ -242,7 +242,7 @@ class ContextPatcher:
         Args:
             context_ids: (B, keep_first + n) int64, contexts of one length. The other arguments are
                 those of :meth:`compute`.
-            layers: the blocks whose factors are stored; all by default. Patches of only some blocks
+            layers: store the factors of these blocks; all by default. Patches of only some blocks
                 cannot be replayed.
 
         Returns:

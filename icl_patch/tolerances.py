@@ -5,7 +5,7 @@ import torch
 # The floor is the largest difference of a few samples, and a patched pass rounds in more places.
 _NOISE_FLOORS = 10
 # The least floor in units of eps: batches may round alike by accident. Over all model classes
-# (docs/model_classes.md) the largest error beside a smaller floor is 280 units, 3.3e-5.
+# (docs/model_classes.md) the largest error with a smaller floor is 280 units, 3.3e-5.
 _LEAST_FLOOR = 32
 
 

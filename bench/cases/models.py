@@ -101,7 +101,7 @@ class SavedModel:
 
 
 def random_ids(model: PreTrainedModel, rows: int, tokens: int) -> Tensor:
-    """Seeded ids (rows, tokens), of which a vocabulary has at least a thousand or all."""
+    """Seeded ids (rows, tokens), below 1,000 or the size of the vocabulary."""
     rng, most = torch.Generator().manual_seed(tokens), min(1000, vocabulary(model))
     return torch.randint(0, most, (rows, tokens), generator=rng).to(model.device)
 

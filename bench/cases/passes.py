@@ -60,7 +60,7 @@ def _build(
 
 
 def attaching(model: PreTrainedModel) -> Comparison:
-    """The first and every further ``ContextPatcher(model)``; each refuses what it finds wrong."""
+    """The first and every further ``ContextPatcher(model)``, which check the model."""
     ids = random_ids(model, 1, CHECKED)
 
     def attach(update: str, other: PreTrainedModel) -> None:

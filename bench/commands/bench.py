@@ -9,7 +9,7 @@ from pathlib import Path
 from icl_patch.bench import BENCHMARKS, OF_A_MODEL
 from icl_patch.cli import common
 
-HELP = "time the kernels beside the code that they replace, and write the tables"
+HELP = "time the kernels and the code that they replace, and write the tables"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -448,7 +448,7 @@ def prompt_text(options: argparse.Namespace) -> str | None:
 
 
 def front_of(patch: "StaticPatch", tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """With which token the prompts of a static patch are to begin, a line if it is known."""
+    """A line on the token that prompts of a static patch must begin with, if it is known."""
     return [
         f"prompts must begin with the token {token}, {tokenizer.decode([token])!r}"
         for token in patch.info.front
@@ -463,8 +463,10 @@ def import_torch() -> Any:
 
 
 def stage(title: str, options: argparse.Namespace | None = None) -> Status:
-    """A labelled spinner on stderr, for work that cannot be counted. Where stderr is no terminal, a
-    line as :func:`say` prints it; none without options, which are not read yet.
+    """A labelled spinner on stderr, for work that cannot be counted.
+
+    If stderr is no terminal, a line as :func:`say` prints it. Without options, which may not be
+    read yet, nothing.
     """
     console = _stderr()
     if options is not None and not console.is_terminal:

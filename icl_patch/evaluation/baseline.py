@@ -23,7 +23,7 @@ class BaselineRun:
         keep_last: tokens before the current one that are kept with it. keep_first: tokens of each
             row that stay in front of them.
         logits: (B, steps, V). tokens: (B, steps), that follow the context.
-        lengths: of the rows' answers, (B,): a row that has ended runs on beside longer ones.
+        lengths: of the rows' answers, (B,). A row that has ended runs on until the longest ends.
     """
 
     ids: Tensor
@@ -95,8 +95,10 @@ def sequences_at(
     inputs: Mapping[str, Tensor],
     keep_first: int = 0,
 ) -> tuple[Sequences, dict[str, Tensor]]:
-    """All tokens, of which the last ``keep_last + 1`` are kept, the first ``keep_first`` stay and
-    the others are absorbed, and the model's further inputs for the head.
+    """All tokens, and the model's further inputs for the head.
+
+    The last ``keep_last + 1`` tokens are kept, the first ``keep_first`` stay, and the others are
+    absorbed.
     """
     cut = ids.shape[1] - keep_last - 1
     sequences = assemble(

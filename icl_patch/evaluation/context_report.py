@@ -1,6 +1,7 @@
-"""A report on one context as an HTML file that needs nothing else: the answers with it, without it
-and patched, the size of the changes, the error beside the noise, and the tokens that they come
-from.
+"""A report on one context, as a self-contained HTML file.
+
+It shows the answers with the context, without it and patched, the size of the changes, the error
+next to the noise, and the context's tokens that the changes come from.
 """
 
 import base64
@@ -28,9 +29,9 @@ from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
 
 LEVELS = 10
-"""The shades of a colour, beside none."""
+"""The shades of a colour; a cell may also have none."""
 _TEMPLATE = Path(__file__).with_name("context_report.html.jinja")
-# These bound the file's size, whatever the prompt.
+# These bound the file's size for every prompt.
 _HEAT_MAP_BYTES = 400_000
 _MOST_COLUMNS = 96
 _MOST_STEPS = 200

@@ -1,5 +1,5 @@
-"""Exact steps in the two arithmetics that ``generate`` has, each beside the run that it promises to
-be identical to.
+"""Exact steps in the two arithmetics of ``generate``, each compared with the run that it should
+equal bit for bit.
 """
 
 import copy

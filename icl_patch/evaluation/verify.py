@@ -220,7 +220,7 @@ def verify(
 ) -> VerifyReport:
     """Run the papers' protocol and report how well the patched model matches the one with context.
 
-    Exact steps are measured twice, each time beside their reference: in two passes and in one
+    Exact steps are measured in two passes and in one, each against its own reference
     (``VerifyReport.arithmetics``).
 
     Args:

@@ -68,8 +68,8 @@ class TaskReport:
     Attributes:
         rows: how many.
         match: the share of steps at which the replay chooses the baseline's token. Its 95 %
-            interval is that of independent rows whose steps all match, or none: wide enough however
-            alike the steps of a row are.
+            interval assumes that the steps of a row all match or all differ, so it is never too
+            narrow.
         bit_identical: the share of steps with logits that are equal to the last bit.
         linf, tvd: medians of the rows' largest errors, with 95 % intervals (None for less than six
             rows); linf_max, tvd_max: the largest of all.

@@ -71,7 +71,7 @@ def running_in(
         arithmetic: ``"model"``: torch's functions, as the model calls them, without autocast.
             ``"autocast bfloat16"`` and ``"autocast float16"``: the same under autocast.
             ``"batch_invariant"``: products, activations and RMSNorms in which a row's bits do not
-            depend on the rows beside it.
+            depend on other rows.
         model: the model.
         attention: whether attention is batch-invariant for several tokens a row too, not for one
             alone. A token without a context attends to itself, and needs none of that.
@@ -83,8 +83,8 @@ def running_in(
         return
     table = {**ROW_FUNCTIONS, **(ATTENTION if attention else ONE_TOKEN_ATTENTION)}
     masks = padding_sees_nothing() if attention else nullcontext()
-    # No ExitStack: an interrupt while one leaves drops what it has not left yet, where a generator
-    # leaves it when it is collected.
+    # No ExitStack: after an interrupt during its exit the remaining contexts never end. A
+    # generator's contexts end when it is collected.
     # The turn comes first: the norms' forwards of another thread's call would be in the way.
     with turn_of(model), masks, _products(), Replacing(table), ForwardOverrides(_norms(model)):
         yield
@@ -127,12 +127,12 @@ class InvariantModules:
     """Runs a model's decode steps in the batch-invariant arithmetic, without attention.
 
     A mode of torch takes time at each call of torch, thousands a step. So only the first step runs
-    in one as a whole. It notes the modules of which the own code calls a function to replace. Later
-    steps enter the mode in these modules only, and in those that the first step did not reach.
+    in one as a whole. It notes the modules with code that calls a function to replace. Later steps
+    enter the mode in these modules only, and in those that the first step did not reach.
 
     Args:
         model: the model.
-        mixtures: modules of which the calls depend on the tokens: they always run in the mode.
+        mixtures: modules that always run in the mode, because their calls depend on the tokens.
     """
 
     def __init__(self, model: nn.Module, mixtures: Iterable[nn.Module]) -> None:

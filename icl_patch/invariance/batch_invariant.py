@@ -1,4 +1,4 @@
-"""Running a model so that a row's bits do not depend on the rows beside it."""
+"""Running a model so that a row's bits do not depend on the other rows."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping

@@ -164,10 +164,10 @@ def one_token_attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor | None:
-    """``scaled_dot_product_attention`` of one token a row by our kernel, whose bits depend on the
-    row alone; None for calls that it does not serve.
+    """``scaled_dot_product_attention`` of one token a row by our kernel; None for other calls. A
+    row's bits depend on the row alone.
 
-    query (B, H, 1, D), or packed as (B, G, H/G, D) beside a mask; key and value (B, G, S, ·); mask
+    query (B, H, 1, D), or with a mask packed as (B, G, H/G, D); key and value (B, G, S, ·); mask
     (B or 1, 1, 1, S) bool.
     """
     packed = mask is not None and mask.shape[-2] == 1

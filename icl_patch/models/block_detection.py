@@ -111,7 +111,7 @@ def _is_inside(call: Call, others: list[Call]) -> bool:
 
 
 def _makers(calls: list[Call], value: Value) -> list[Call]:
-    """The calls whose output a value is: in its storage, else those with its numbers."""
+    """The calls that gave a value: those with its storage, else those with its numbers."""
     same = [call for call in calls if call.made.same_as(value)]
     return [call for call in same if call.made.address == value.address] or same
 
@@ -162,7 +162,7 @@ class _Reading:
         return self._mlp_form()
 
     def _check_plain_experts(self) -> None:
-        """Raises UnsupportedModelError for experts whose matrices are quantised."""
+        """Raises UnsupportedModelError for experts with quantised matrices."""
         for call in self.trace.calls[:-1]:
             module = call.module
             if not (call in self.experts or "experts" in type(module).__name__.lower()):
@@ -193,7 +193,7 @@ class _Reading:
         return self._form(pre, parallel=len(read) > 0)
 
     def _form(self, pre: list[Call], *, parallel: bool) -> BlockSpec:
-        """The form of a block with an MLP, whose norms ``pre`` give z."""
+        """The form of a block with an MLP. The norms ``pre`` give z."""
         z = self.z
         place = self.trace.calls.index(self.first)
         behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
@@ -230,7 +230,7 @@ class _Reading:
     def _spec(
         self, ending: dict[str, Call], residuals: list[tuple[str, ...]], **found: Any
     ) -> BlockSpec:
-        """The form with this ending, and with what is ``found`` of it already."""
+        """The form with this ending, and with the fields that are ``found`` already."""
         down, post_norm = ending.get("down"), ending.get("post_norm")
         if post_norm is not None:
             writer = Writer.SCALE
@@ -259,8 +259,7 @@ class _Reading:
 
     def _ending(self, readers: list[Call], downs: list[Call]) -> dict[str, Call]:
         """The last modules of the MLP, by their names in the form: its output matrix, if the
-        experts do not end it, the norm of a scale writer, and what that norm reads beside the
-        matrix.
+        experts do not end it, the norm of a scale writer, and that norm's other input.
         """
         last = max(downs + self.experts, key=self.calls.index, default=None)
         if last is None:
@@ -362,12 +361,12 @@ class _Reading:
     def _sums(
         self, terms: list[Tensor], mlp: Call, branch: float, holders: list[Call], made: Value
     ) -> Iterator[tuple[dict[str, Any], Tensor, list[Tensor], Tensor | float]]:
-        """The sums that the block's output may be: what the form then says, the tensor to explain,
-        its terms, and the factor of their sum.
+        """The sums that the block's output may be. Each has the fields of its form, the tensor to
+        explain, its terms, and the factor of their sum.
         """
         output, others = made.now, [call for call in self.calls if call not in holders]
         yield {}, output, terms, 1.0
-        for call in others if mlp is holders[-1] else []:  # what the MLP may add beside its writer
+        for call in others if mlp is holders[-1] else []:  # the MLP may add it to its writer
             yield {}, output, [*terms, times(call.made.now, branch)], 1.0
         written = self.calls.index(holders[0])
         for call in others:
@@ -400,7 +399,7 @@ class _Reading:
         forms = []
         for call in norms:
             x, output = call.given.now, call.made.now
-            if not x.any():  # of which every form makes 0
+            if not x.any():  # every form gives 0 for it
                 x = torch.linspace(-1, 1, x.numel()).to(x).reshape(x.shape)
                 output = call.module(x)
             try:

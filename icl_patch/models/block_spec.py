@@ -93,7 +93,7 @@ class BlockSpec:
 
     @property
     def parallel(self) -> bool:
-        """Whether the MLP stands beside the attention and does not read its output."""
+        """Whether the MLP is parallel to the attention and does not read its output."""
         return len(self.residual) > 1
 
     @property

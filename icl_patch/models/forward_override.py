@@ -61,12 +61,12 @@ class FusedModule:
 
 
 class ForwardOverrides:
-    """Within ``with`` each module runs the function beside it as its forward, in this thread.
+    """Within ``with`` each module runs the paired function as its forward, in this thread.
 
     Other threads, and this one afterwards, run the forward that was there before. Contexts of
-    several threads may end in any order. What every token needs is made once and entered again: the
-    functions are most of what a step leaves for Python's garbage collector, and a collection takes
-    as long as many steps. Not to be entered within itself. A copy of a module has none of it.
+    several threads may end in any order. The functions are made once and entered at every token:
+    made anew, they would be most of a step's garbage, and a collection takes as long as many steps.
+    Not to be entered within itself. A copy of a module has none of it.
     """
 
     def __init__(self, forwards: Iterable[tuple[nn.Module, Forward]]) -> None:
@@ -78,7 +78,7 @@ class ForwardOverrides:
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        self._restore()  # what an interrupt of the last exit has left
+        self._restore()  # an interrupt of the last exit may have left some
         self._thread[0] = threading.get_ident()
         try:
             for module, chosen, others in self._places:
@@ -109,7 +109,7 @@ class ForwardOverrides:
                 before = found
             set_forward(module, before)
             self._before.pop()
-        self._thread[0] = 0  # whatever somebody has kept of them does nothing any more
+        self._thread[0] = 0  # a kept function runs the forward that was there before
 
 
 def _take_out(chosen: Forward, others: list[Forward], stacked: Any) -> None:

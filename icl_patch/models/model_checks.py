@@ -176,7 +176,7 @@ def check_split(model: PreTrainedModel) -> None:
 
 
 def _parts_between_blocks(model: PreTrainedModel) -> list[str]:
-    """The parts of this rank, beside blocks and embeddings, that run before the next rank does."""
+    """The parts of this rank that run before the next rank's, without blocks and embeddings."""
     return [
         name
         for name, child in model.base_model.named_children()
@@ -303,7 +303,7 @@ def _reason(
     try:
         output = model(ids, use_cache=True)
         other = model(torch.cat([ids[:, :-1], ids[:, :1]], 1)).logits  # another last token
-    except Exception:  # what it said first says more
+    except Exception:  # the first error says more
         return refusal or f"{raw} (it fails on token ids alone: choose a model that needs no more)"
     logits, cache = output.logits, cache_in(output)
     changed = (other - logits)[:, :-1].abs().max()

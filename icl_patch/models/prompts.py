@@ -63,8 +63,8 @@ def make_prompt(
     into one turn (Gemma 3, Mistral).
 
     Args:
-        question: text, or a chat's messages, ``[{"role": "user", "content": ...}, ...]``, of which
-            the first and the last are the user's.
+        question: text, or a chat's messages, ``[{"role": "user", "content": ...}, ...]``. The first
+            and the last are the user's.
         context, system: one of them.
 
     Raises:

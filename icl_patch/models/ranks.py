@@ -1,13 +1,13 @@
 """The processes that run one model together, and how they go on together or not at all.
 
 transformers' ``DistributedConfig`` splits a model over processes, the ranks of ``torchrun``. Each
-call of the model is a part of each rank's program, so they must make the same calls. What one rank
-alone refuses would leave the others waiting. So the public calls run through :meth:`Ranks.call`: an
-error on one rank is raised on all, a rank that has ended or hangs is an error on the others after a
-timeout, and different arguments are an error before anything runs.
+call of the model is a part of each rank's program, so they must make the same calls. If one rank
+alone refused a call, the others would wait for it. So the public calls run through
+:meth:`Ranks.call`: an error on one rank is raised on all, a rank that has ended or hangs is an
+error on the others after a timeout, and different arguments are an error before anything runs.
 
-What the ranks tell each other goes through a process group of their own. It waits longer than the
-model's own groups, whose errors it carries.
+The ranks' messages go through a process group of their own. It waits longer than the model's own
+groups, because it carries the errors of these.
 """
 
 import hashlib

@@ -35,9 +35,7 @@ def style_of(model: PreTrainedModel, path: str) -> str | None:
 
 
 def check_styles(model: PreTrainedModel, block: Block) -> None:
-    """Raises UnsupportedModelError for a block whose modules are shared in a way that a patch does
-    not know.
-    """
+    """Raises UnsupportedModelError if ranks share a module of the block in an unknown way."""
     spec = block.spec
     known: dict[str, Any] = dict.fromkeys(spec.readers, "colwise") | {str(spec.down): "rowwise"}
     if spec.experts is not None:

@@ -113,7 +113,7 @@ def _factors() -> Tensor:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of: itself, or the parts of a quantised one."""
-    if isinstance(tensor, DTensor):  # of which this rank has a part
+    if isinstance(tensor, DTensor):  # this rank has a part of it
         yield tensor.to_local()
         return
     if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):

@@ -23,8 +23,8 @@ class LogitDigest:
     """A digest of the logits (V,) of each kept token.
 
     Attributes:
-        argmax: (B, T) int64, the token with the largest logit; -1 for padding and for rows that had
-            ended, whose logits are unknown.
+        argmax: (B, T) int64, the token with the largest logit; -1 where the logits are unknown: for
+            padding, and for rows that had ended.
         largest, size: (B, T), that logit, and the largest absolute value of all logits; in the
             dtype of the arithmetic, which has fewer digits than the logits under autocast.
         bits: (B, T) int64, :func:`row_hashes` if a replay should have the same bits; else None.
@@ -80,7 +80,7 @@ class LogitDigest:
     # -- comparing
 
     def other_bits(self, logits: Tensor) -> Tensor:
-        """The tokens (B, T) bool whose bits differ from the recorded ones."""
+        """Whether a token's bits differ from the recorded ones, (B, T) bool."""
         if self.bits is None:
             return torch.zeros_like(self.known)
         return (row_hashes(logits) != self.bits) & self.known

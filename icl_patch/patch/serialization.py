@@ -187,7 +187,7 @@ def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
         digest = _read_digest(tensors, tokens["kept_ids"].shape)
         count = sum(map(len, layers.values())) + len(digest_tensors(digest))
         if count != len(tensors):
-            raise ValueError(f"{len(tensors)} tensors, of which some are unknown")
+            raise ValueError(f"expected {count} known tensors, got {len(tensors)}")
     return {
         "info": info,
         "digest": digest,

@@ -33,7 +33,7 @@ def algorithm_1(
     """Within this context the model has the weights ``θ + Δθ``, with which a token alone gets the
     output that it has with its context.
 
-    ``with_context(model)`` runs the unmodified model, whose activations are the targets. Then
+    ``with_context(model)`` runs the unmodified model. Its activations are the targets. Then
     ``alone(model)`` runs the token without the context. In this run each weight is changed, and
     rounded to its dtype, just before its module runs: a block's update sees the rounded blocks
     before it. At the end the model has its own weights again, bit for bit. For example::
@@ -213,7 +213,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _check(model: nn.Module, block: Block) -> None:
-    """Raises UnsupportedModelError for a block whose weights this does not change."""
+    """Raises UnsupportedModelError for a block that Algorithm 1 does not change here."""
     spec = block.spec
     kinds = ("experts", spec.experts), ("no MLP", spec.mixer), ("a norm of a sum", spec.addend)
     for kind, found in kinds:
@@ -238,7 +238,7 @@ def _check(model: nn.Module, block: Block) -> None:
 def _observed(
     merges: Sequence[_Merge], observe: Callable[[_Merge, str, Tensor], None]
 ) -> Iterator[None]:
-    """Within this context every block gets what is at its places, rows (T, K)."""
+    """Within this context ``observe`` gets the rows (T, K) at every place of every block."""
 
     def hook(merge: _Merge, place: str) -> Callable[..., None]:
         def called(_module: Any, args: Any, kwargs: Any, out: Any = None) -> None:

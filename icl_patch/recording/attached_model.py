@@ -186,7 +186,7 @@ class AttachedModel:
             raise refusal from error
 
     def own_rounding(self) -> torch.autocast:
-        """Autocast off, whose rounding would hide the errors that a trial looks for."""
+        """Autocast off: its rounding would hide the errors that a trial looks for."""
         return torch.autocast(input_device(self.model).type, enabled=False)
 
     def _check_model(self, model: PreTrainedModel) -> None:
@@ -305,7 +305,7 @@ class AttachedModel:
 
     @property
     def steps_take_two_passes(self) -> bool:
-        """Whether no decode step can run both streams in one batch, whatever its arithmetic.
+        """Whether no decode step can run both streams in one batch, in any arithmetic.
 
         The direct update of a scale writer cannot, because it divides by activations and so
         magnifies any difference in rounding between its recording and its replay. A recurrent
@@ -355,7 +355,7 @@ class AttachedModel:
         names = names_of(model_inputs)
         if names and (sequences.head_mask & ~sequences.head_absorbed).any():
             raise ValueError(
-                f"expected keep_first=0 beside {', '.join(names)}, and no tokens before the"
+                f"expected keep_first=0 with {', '.join(names)}, and no tokens before the"
                 " absorbed ones: a replay runs the tokens in front without these inputs"
             )
         cache = kv_cache.new_cache(self.model)
@@ -368,8 +368,8 @@ class AttachedModel:
         name = type(self.model).__name__
         if not (sequences.head_mask.all() or self.takes_padding):
             raise ValueError(
-                f"expected rows of one length for {name}, whose logits for a padded row are others"
-                " than for the row alone, got padding on the left: compute each row by itself"
+                f"expected rows of one length for {name}, got padding on the left, with which a row"
+                " has other logits than alone: compute each row by itself"
             )
         check_one_side(self.model, sequences.mask.sum(1))
         if counts_slots(self.model) and sequences.tail_absorbed.any():

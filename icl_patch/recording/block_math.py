@@ -99,8 +99,8 @@ def reader_pairs(
 
 
 def scaled_reader_update(change: Tensor, share: Tensor) -> Tensor:
-    """``u = change / s`` for an expert that reads ``s z``, of which ``v = z / ‖z‖²`` reads s; 0
-    where s is 0.
+    """``u = change / s`` for an expert that reads ``s z``; 0 where s is 0. There ``v = z / ‖z‖²``
+    gives ``v·(s z) = s``.
 
     change: :func:`reader_update` of its outputs, (..., N); share: s, (..., 1).
     Source: Goldwaser et al. (2025), Lemma 7.

@@ -3,8 +3,8 @@
 A pass lets the block's patched modules record; each module then hands its input to the
 recorder, which computes and keeps the module's factors and returns the patched output. In a closing
 pass the rows without the context run alone, in the shapes of the replay, against activations that
-an earlier pass of the unmodified model left. A decode step runs the rows with the context beside
-them (:class:`~icl_patch.recording.decode_recorder.DecodeRecorder`).
+an earlier pass of the unmodified model left. A decode step runs the rows with the context in the
+same batch (:class:`~icl_patch.recording.decode_recorder.DecodeRecorder`).
 
 Shapes: B rows, T tokens, d residual width; M = B·T rows of a matrix product.
 """
@@ -37,7 +37,7 @@ class PendingFactor(NamedTuple):
     base: Tensor
     gain: Tensor
     factor: Tensor
-    layer: PatchedModule  # whose factor it is, under this name
+    layer: PatchedModule  # has the factor, under this name
     name: str
 
 
@@ -68,7 +68,7 @@ class BlockRecorder:
         self.exact = update == "exact"
         self.pending: PendingFactor | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
-        self._read_input: Tensor | None = None  # z, whose directions these are
+        self._read_input: Tensor | None = None  # z, which has these directions
         self.direction: ops.Direction | None = None  # (B, T, K)
         self.row_direction: ops.Direction | None = None  # (M, K)
         self._residuals: list[tuple[Tensor | None, Tensor]] = []
@@ -284,7 +284,7 @@ class BlockRecorder:
             self.postpone(y, gain, layer, "u")
 
     def refuse_zero(self, inverse: Tensor, change: Tensor) -> None:
-        """Note tokens whose h is 0: no output matrix gives anything else than 0 for it."""
+        """Note tokens with h = 0, for which every output matrix gives 0."""
         weight = self.spec.writer is Writer.WEIGHT
         cure = ": give it a bias of zeros before attaching, which is changed then" if weight else ""
         self.note("refuse", f"the input h of {self.spec.down} is 0{cure}", inverse, change)
@@ -459,7 +459,7 @@ def of_part(layer: PatchedLinear, h: Tensor, direction: ops.Direction) -> ops.Di
 def add_to_writer(
     layer: PatchedLinear, y: Tensor, h: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """``y + u (v·h)`` of a writer whose input each rank may have a part of; ``v = h / ‖h‖²``."""
+    """``y + u (v·h)`` of a writer; each rank may have a part of its input. ``v = h / ‖h‖²``."""
     if layer.group is None:
         return block_math.add_rank_one(y, h, u, v, out_dtype)
     # v·h is 1, and its sum over the ranks would be one more message in every block

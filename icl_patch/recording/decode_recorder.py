@@ -68,7 +68,7 @@ class DecodeRecorder(BlockRecorder):
             self.block.hook_residual(stack, self.on_residual)
 
     def on_norm_pair(self, pair: ops.NormPair, _x: Tensor) -> None:
-        """Take delta and the direction of z from the norm before the MLP, whose input is ``x``."""
+        """Take delta and the direction of z from the norm before the MLP."""
         self.delta = self.unflat(pair.delta)
         self.set_direction(pair.z_pair, pair.direction)
 
@@ -173,7 +173,7 @@ class InexactDecodeRecorder(DecodeRecorder):
 
 @dataclass(eq=False)
 class WaitingWriter:
-    """An output matrix whose factors are chosen after the pass.
+    """An output matrix with factors that are chosen after the pass.
 
     Attributes:
         layer, h, y: the module, its input (B, 1, K) and plain output (B, 1, d) without the context.
@@ -189,7 +189,7 @@ class WaitingWriter:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Equal for writers whose factors can be chosen in one call."""
+        """Writers with equal forms can get their factors in one call."""
         shapes = self.h.shape, self.y.shape, self.h.dtype, self.y.dtype, self.dtype
         norm = self.norm
         return (*shapes, *(() if norm is None else (norm.eps, norm.cast_first, norm.scale_offset)))
@@ -213,7 +213,7 @@ class ExactDecodeRecorder(DecodeRecorder):
         self._writer_first = writer_first and self.spec.parallel
 
     def hook(self, stack: ExitStack) -> None:
-        """See the residual stream, the block's sum, and what a mixture adds beside its writer."""
+        """See the residual stream, the block's sum, and a mixture's further terms."""
         if self.spec.ends_in_its_sum:  # the block's forward reports it
             self.block.on_sum = self.on_end
         else:
@@ -281,8 +281,8 @@ class ExactDecodeRecorder(DecodeRecorder):
         return torch.zeros_like(y, dtype=dtype)
 
     def on_mixture(self, _module: Any, _args: Any, output: Any) -> None:
-        """Keep what a mixture gives the rows without the context beside its writer: shared experts,
-        or routed ones beside a shared writer.
+        """Keep a mixture's further terms for the rows without the context. If its writer is routed,
+        they come from shared experts, else from routed ones.
         """
         found = first_tensor(output)
         assert found is not None

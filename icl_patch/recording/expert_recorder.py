@@ -34,8 +34,8 @@ def record_experts(
     if not recorder.spec.reads:
         read = layer.read(z_own, chosen, fused)
     elif fused and output_ctx is not None:
-        # Each matrix is read once. A decode step runs in our kernels, which give a row the same
-        # bits beside any other rows.
+        # Each matrix is read once. A decode step runs in our kernels, in which a row's bits do not
+        # depend on other rows.
         both = layer.read(torch.cat([z_own, z_ctx]), chosen.repeat(2, 1), fused)
         read = _read(recorder, layer, z, *both.chunk(2))
     else:

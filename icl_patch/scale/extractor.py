@@ -2,8 +2,8 @@
 
 A shard is one batch, in an ordinary patch file: :class:`icl_patch.ContextPatch` loads it, and
 ``icl-patch inspect`` and ``replay`` take it. Its part of the index is a Parquet file with a row a
-patch, written last: whatever the index names is there. The names are hashes of the rows, so that a
-second run writes the same files.
+patch. It is written last, so every patch in the index exists. The names are hashes of the rows, so
+a second run writes the same files.
 """
 
 import hashlib

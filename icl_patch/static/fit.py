@@ -213,7 +213,7 @@ def _check_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
 def _factors_of(
     start: StaticPatch, model: PreTrainedModel, matrices: Iterable[str]
 ) -> dict[str, LowRank]:
-    """The factors of a patch of this model, all of whose matrices may change."""
+    """The factors of a patch, if this fit changes all of its matrices."""
     start.check_model(model)
     others = sorted(set(start.changes) - set(matrices))
     if others:

@@ -64,7 +64,7 @@ def find_matrices(
     if not found:
         raise UnsupportedModelError(
             f"expected blocks with matrices of {', '.join(sorted(wanted))}, got"
-            f" {type(model).__name__}, whose blocks have none as modules of their own"
+            f" {type(model).__name__}: its blocks have no such matrix as a module"
         )
     return found
 

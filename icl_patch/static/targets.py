@@ -88,8 +88,8 @@ class Quality:
 
     Attributes:
         kl: mean KL(with context ‖ patched) in nats per token; tvd: mean total variation distance.
-        whole: the share of answers of which every token is the patched model's first choice, so
-            that it gives them greedily.
+        whole: the share of answers that the patched model gives greedily: every token is its first
+            choice.
         tokens: the share of tokens that are its first choice.
         questions: how many answers were measured.
     """

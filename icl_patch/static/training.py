@@ -137,7 +137,7 @@ class Training:
         """
         options, began, measured = self.options, time.perf_counter(), 0
         if any(bool(change.u.any()) for change in self.changes.values()):
-            self._keep_best()  # what it starts from may be the best
+            self._keep_best()  # the start may be the best
         for questions, texts in self._draws():
             waited, now = self.step - self.best[1], time.perf_counter()
             patient = waited < options.patience * options.check_every

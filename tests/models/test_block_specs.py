@@ -306,7 +306,7 @@ def test_an_image_in_the_prefix_is_refused() -> None:
             {"context_ids": whole, "keep_first": context.shape[1]},
             {"context_ids": whole, "absorbed": [(9, 12)]},
         ):
-            message = "expected keep_first=0 beside pixel_values, token_type_ids"
+            message = "expected keep_first=0 with pixel_values, token_type_ids"
             with pytest.raises(ValueError, match=message):
                 patcher.compute(kept_ids=kept, **arguments, **inputs | types)
         text = {"context_ids": kept, "keep_first": 1, "kept_ids": kept}

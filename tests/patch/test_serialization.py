@@ -158,7 +158,7 @@ MADE_UP: dict[str, tuple[Change, str]] = {
     "a static patch": (entry("kind", "static"), "expected kind 'per_token', got 'static'"),
     "a number as update": (entry("update", 3), "expected update of <class 'str'>, got 3"),
     "missing": (lambda _, x: x.pop("layers.1.readers.v"), r"KeyError\('layers\.1\.readers\.v'\)"),
-    "extra": (lambda _, x: x.update(extra=torch.zeros(1)), "18 tensors, of which some are unknown"),
+    "extra": (lambda _, x: x.update(extra=torch.zeros(1)), "expected 17 known tensors, got 18"),
     "half a digest": (lambda _, x: x.pop("logits.size"), r"KeyError\('logits\.size'\)"),
     "a digest of others": (
         lambda _, x: x.update({"logits.largest": torch.zeros(3, 8)}),
