@@ -91,7 +91,7 @@ def _graph(step: Step) -> Step:
     with torch.cuda.graph(graph):
         logits = step()
 
-    def replay(_read_by_the_graph: Step = step) -> Tensor:  # whose tensors must stay
+    def replay(_read_by_the_graph: Step = step) -> Tensor:  # its tensors must stay
         graph.replay()
         return logits
 

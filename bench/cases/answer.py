@@ -75,8 +75,9 @@ def comparison(saved: SavedModel, dtype: torch.dtype, device: torch.device) -> C
 def of_random_weights(
     shape: RandomModel, device: torch.device, context: int = 1024, new: int = 128
 ) -> Comparison:
-    """The calls of a random model in bf16, whose nearly equal logits only the step's benchmark can
-    check: every call makes as many tokens.
+    """The calls of a random model in bf16; every call makes as many tokens.
+
+    Its logits are nearly equal, so only the step's benchmark can check them.
     """
     model = shape.build(device, torch.bfloat16)
     ids = random_ids(model, 1, context)

@@ -73,7 +73,7 @@ Tensor run(Linear call, const Tensor& z, ScalarType out_dtype) {
 
 // ---- arguments ----
 
-// weight (N, K), or (E, N, K) of which the first expert's is taken.
+// weight (N, K), or (E, N, K): then the first expert's.
 void set_weight(Linear& call, const Tensor& weight) {
   const int64_t rows = weight.dim() - 2, columns = weight.dim() - 1;
   call.n = weight.size(rows);

@@ -38,8 +38,8 @@ inline int32_t device_type_of(const Tensor& x) {
   return type;
 }
 
-// Checks x's sizes, of which -1 is any, and that it is on the device of the first argument: the
-// dispatcher accepts tensors of several devices.
+// Checks x's sizes (-1: any) and that it is on the device of the first argument: the dispatcher
+// accepts tensors of several devices.
 inline void check(const char* name, const Tensor& x, const Tensor& first,
                   std::initializer_list<int64_t> sizes) {
   STD_TORCH_CHECK(device_type_of(x) == device_type_of(first) &&

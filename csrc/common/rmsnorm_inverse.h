@@ -390,8 +390,8 @@ ICL_PATCH_INLINE Secular secular(Row& row, double smallest, double target) {
           larger(larger(sums.far, tail), from_pole), size * (1 + 64 * kUlp)};
 }
 
-// The power of two that brings m and g to a moderate size, and whose inverse is one too; 1 unless
-// the row leaves fp32's range.
+// The power of two that brings m and g to a moderate size; 1 unless the row leaves fp32's range. Its
+// inverse is a double, too.
 ICL_PATCH_INLINE double scaling_power(double largest) {
   int exponent = 0;
   std::frexp(largest, &exponent);

@@ -291,7 +291,7 @@ class BlockRow {
     });
   }
 
-  // f(j, inputs) for the thread's coordinates of a batch, some of which may lie beyond the row.
+  // f(j, inputs) for the thread's coordinates of a batch; some may lie beyond the row.
   template <class F>
   __device__ __forceinline__ void from_memory(int first, F f) const {
     Bits scale[kLoads], other[kLoads], fallback[kLoads];
@@ -306,8 +306,8 @@ class BlockRow {
     for (int j = 0; j < kLoads; ++j) f(j, x[j]);
   }
 
-  // Each thread reads only what it wrote, so no barrier; at least its first number, of which a
-  // batch's coordinates beyond the row have a copy.
+  // Each thread reads only what it wrote, so no barrier. It writes at least its first number: a
+  // batch's coordinates beyond the row have a copy of it.
   __device__ __forceinline__ void stage() const {
     for (int first = 0; first < n_; first += kLoads * kThreads)
       from_memory(first, [&](int j, const Inputs& x) {
