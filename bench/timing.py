@@ -11,7 +11,7 @@ import torch
 
 Call = Callable[[], object]
 Seconds = dict[str, float]
-"""Of one call: its ``median``, and the middle half's ends ``low`` and ``high``."""
+"""One call's ``median``, and the middle half's ends ``low`` and ``high``."""
 
 LEAST, MOST = 5e-3, 4.0
 """On a CPU: seconds in which a fast call is repeated, and that all rounds of a slow one take."""

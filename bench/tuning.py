@@ -45,8 +45,8 @@ LIMITS = (1728, 4096, 16384, None)
 """The largest N of the classes that have a configuration of their own."""
 
 CASES = ((1, 1), (4, 1), (16, 1), (32, 1))
-"""Rows and rank at which candidates are measured, every second in short: one configuration serves
-them all, as it fixes the order of summation.
+"""Rows and rank at which candidates are measured, in short every second. All share a configuration,
+because it fixes the order of summation.
 """
 
 Progress = Callable[[str], None]

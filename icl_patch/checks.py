@@ -1,6 +1,7 @@
-"""What the arguments of ops must be and what the native library's ops return, for all their
-implementations: a table, and the functions that compare arguments with a row of it. Errors give the
-expected and the actual value.
+"""The arguments that ops take, and the results of the native library's ops.
+
+They stand in one table for all implementations. Functions compare arguments with a row of it.
+Errors give the expected and the actual value.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""What builds, checks and measures the project. None of it is installed."""
+"""Scripts that build, check and measure the project. They are not installed."""

@@ -49,7 +49,7 @@ def later_report() -> str:
 
 
 def cuda_kernels() -> Iterator[Row]:
-    """Of the library's build, and for sm_100."""
+    """The kernels of the library's build, and for sm_100."""
     if not LOG.exists():
         print("no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so")
         return

@@ -46,14 +46,14 @@ class Operators(TorchDispatchMode):
 
 
 def operators(call: Callable[[], object]) -> int:
-    """Of a call."""
+    """The number of operators in a call."""
     with torch.no_grad(), Operators() as counted:
         call()
     return counted.count
 
 
 def steps(shape: RandomModel, update: str) -> dict[str, int]:
-    """Of a step over a context of 9 tokens, by what it runs."""
+    """The operators of a step over a context of 9 tokens, by the code that runs."""
     model: Any = shape.build(torch.device("cpu"), torch.float32)
     ids = random_ids(model, 1, 9)
     given = {cache_name(model): DynamicCache(config=model.config)}

@@ -1,4 +1,4 @@
-"""Measure what the pages say about memory and data sets, into docs/data.
+"""Measure the numbers of the pages on memory and data sets, into docs/data.
 
     build/python tools/measure.py patches              # bytes of a patch, and of the KV cache
     build/python tools/measure.py memory MODEL         # of a patch, offloaded or not; of steps
@@ -40,7 +40,7 @@ def write(name: str, data: Any) -> None:
 
 
 def apart(script: str, *arguments: str, ranks: int = 0) -> list[Any]:
-    """What a part of a script yields in a process of its own, or on the first of several ranks."""
+    """The yields of a script's part, from a process of its own or the first of several ranks."""
     launcher = ["-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(launcher if ranks else []), script, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

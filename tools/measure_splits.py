@@ -56,7 +56,7 @@ def splits(*families: str) -> None:
 
 
 def of_split(folder: str, split: str) -> list[dict[str, Any]]:
-    """What is found of each update."""
+    """The results of each update."""
     if split in RANKS:
         found = apart("split-rank", folder, split, ranks=RANKS[split][1])
         # the ranks lost each other, and all ended

@@ -38,7 +38,7 @@ ENDS = {
 }
 """The last operation of a block by its writer, as the table of families names it."""
 ERRORS = ("error", "error of fp32")
-"""Of the inversion, as its measurement names them."""
+"""Errors of the inversion, as its measurement names them."""
 TIMED_MODEL = "SmolLM2-135M-Instruct"
 EPYC = "amd-epyc-avx512_bf16"
 H100 = "nvidia-h100-80gb-hbm3"
@@ -223,7 +223,7 @@ def splits() -> str:
 
 
 def _of_split(lines: list[dict[str, Any]]) -> str:
-    """What a family computes in one split, over the updates."""
+    """The updates that work for a family in one split."""
     if all(line.get("bits") for line in lines):
         return "all bits"
     works = [line["update"] for line in lines if "error" in line]

@@ -28,7 +28,7 @@ REQUIREMENTS = Path(__file__).with_name("real_models")
 
 
 class Source(NamedTuple):
-    """What a user should know of a model before it is fetched.
+    """Facts about a model that a user should know before it is fetched.
 
     terms: the environment variable that must be ``accepted``, and where the terms are; None if
         nobody has to agree to anything.

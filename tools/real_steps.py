@@ -271,8 +271,10 @@ def measure(
 
 
 def failures(counts: list[dict[str, Any]], least: int) -> list[str]:
-    """What is not as promised, a line each: all bits, here and from files, with nothing but
-    rounding to correct; ``least`` tokens in each dtype.
+    """The broken promises, a line each.
+
+    All bits are the same, here and from files, the patches correct only rounding, and each dtype
+    has ``least`` tokens.
     """
     tokens, lines = Counter[str](), []
     for each in counts:

@@ -80,7 +80,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def sha256(content: bytes) -> str:
-    """In hexadecimal digits."""
+    """The hash, in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 

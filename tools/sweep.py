@@ -87,7 +87,7 @@ def prepare(model: PreTrainedModel, dtype: torch.dtype, realistic: bool) -> tupl
         untyped: Any = model  # transformers' `to` has another signature
         untyped.to(dtype)
         return ()
-    ContextPatcher(model).detach()  # a class that is refused may lack what the features need
+    ContextPatcher(model).detach()  # a refused class may lack modules that the features need
     features = realistic_weights.realistic(model)
     realistic_weights.to_dtype(model, dtype, features)
     return features.triggers

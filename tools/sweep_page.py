@@ -21,7 +21,7 @@ WORDS = (
     (r"; got the class of type .*| but it was not found .*", ""),
     (r"[:.] (choose|compute|absorb|Choose|Load|Attach) .*", ""),
 )
-"""Patterns of a reason, and what the page has in their place."""
+"""Patterns of a reason, and their replacements on the page."""
 INTRODUCTION = """# Model classes
 
 Every model type of the causal mapping of transformers, as a small random
@@ -43,7 +43,7 @@ with scales from 0.01 to 30, nearly dependent rows and nearly tied logits.
 
 
 def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
-    """The result of a type or variant in one word, and the reason of what is refused in it."""
+    """The result of a type or variant in one word, and the reason of a refusal."""
     order = ("crashed", "wrong", "right", "not finished", "refused", "not built")
     word = next(name for name in order if name in {cell["result"] for cell in cells})
     others = [cell for cell in cells if cell["result"] != "right"]

@@ -165,7 +165,7 @@ def linear_launch(
 def linear_launches(
     config: Config, dtype: torch.dtype, size: tuple[int, int], rank: int, rows: int
 ) -> Iterator[Launch]:
-    """What a patched map of a rank launches: the coefficients, unless the map itself sums them."""
+    """The launches of a patched map of a rank: coefficients, unless the map itself sums them."""
     if not sums_coefficients(config, rows, rank):
         k = size[1]
         yield plan_coefficients(_empty(rows, k, dtype=dtype), _empty(rows, rank, k), None)

@@ -1,5 +1,6 @@
-"""Whether the blocks of a model can take up a context: input- and output-controllability, and the
-conditions that fail.
+"""Whether a change of weights can have a context's effect in each block of a model.
+
+These are the papers' input- and output-controllability, with the conditions that fail.
 """
 
 from collections.abc import Iterable

@@ -69,7 +69,7 @@ class FoldedNorm:
 
 @dataclass(frozen=True)
 class Folding:
-    """What :func:`fold` did with the norms of a model.
+    """The norms of a model after :func:`fold`.
 
     folded: the norms that were folded, in the model's order; refused: the reason for every norm
     that was left as it is, by its path.
@@ -231,9 +231,7 @@ def _run_and_watch(
 
 @torch.no_grad()
 def norm_form(norm: nn.Module) -> NormForm | None:
-    """How a norm computes: the formula that gives its output on random numbers up to rounding, or
-    None.
-    """
+    """The formula that gives a norm's output on random numbers up to rounding, or None."""
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), _eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     x = 0.7 + 2 * torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))

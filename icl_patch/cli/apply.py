@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _save(folder: Path, *parts: Any) -> None:
-    """Write model and tokenizer to a folder, which gets its files when all of them are written.
+    """Write model and tokenizer to a folder. It gets its files when all of them are written.
 
     Raises:
         OSError: there is no room, or the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Writing to stdout, so that an error of it is known as such."""
+"""Writing to stdout; its errors have a type of their own."""
 
 import os
 import sys

@@ -105,7 +105,7 @@ class ContextReport:
 
     @property
     def failure(self) -> str | None:
-        """What :attr:`passed` misses, in words; None if it passed."""
+        """The reason why :attr:`passed` is False, in words; None if it is True."""
         same = self.answers["patched"] == self.answers["with_context"]
         if not (same or self.verified.update != "exact"):
             return "the patched answer is not the one with the context"

@@ -1,4 +1,4 @@
-"""What ``verify_dataset`` measured, as a table and lines."""
+"""The measurements of ``verify_dataset``, as a table and lines."""
 
 from collections.abc import Callable
 

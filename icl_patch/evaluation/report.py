@@ -64,7 +64,7 @@ LEGEND = {
     "promise kept": "exact: every bit is the same. direct and stable in fp32: every token is the"
     " same, and errors are within ten times the noise floor. Else there is no promise",
 }
-"""What rows of :func:`verify_tables`, and a value in them, mean."""
+"""The meaning of the rows of :func:`verify_tables`, and of a value in them."""
 
 
 def legend(tables: Sequence[Table]) -> str:

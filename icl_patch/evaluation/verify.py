@@ -153,7 +153,7 @@ class VerifyReport:
 
     @property
     def failure(self) -> str | None:
-        """What :attr:`passed` misses, in words; None if it passed."""
+        """The reason why :attr:`passed` is False, in words; None if it is True."""
         floor, largest = self.noise_floor["linf_max"], _MAX_NOISE_FLOOR[self.dtype]
         if not floor <= largest:
             return (
@@ -174,7 +174,7 @@ class VerifyReport:
         return None
 
     def _failure_of_bits(self) -> str | None:
-        """What an exact update misses."""
+        """The reason why an exact update fails, in words; None if it does not."""
         rounding = ROUNDINGS[self.dtype] * torch.finfo(getattr(torch, self.dtype)).eps
         if not self.bit_identical == self.token_match == self.blocks_bit_identical == 1.0:
             return "a bit differs"

@@ -30,7 +30,7 @@ MODEL, BATCH_INVARIANT = "model", "batch_invariant"
 _AUTOCAST = "autocast "
 ARITHMETICS = (MODEL, BATCH_INVARIANT, *(_AUTOCAST + name for name in ("bfloat16", "float16")))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of models that can run in the batch-invariant arithmetic."""
+"""Models in these dtypes can run in the batch-invariant arithmetic."""
 
 
 def reason_against(model: PreTrainedModel) -> str | None:

@@ -319,7 +319,7 @@ def is_own(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}
-"""For each function of torch, the function that gives a row the same bits at every place."""
+"""Functions of torch, and the functions that give a row the same bits at every place."""
 
 attention = _unless_one_token(_attention_by_row)
 ATTENTION: Replacements = {F.scaled_dot_product_attention: attention}

@@ -99,8 +99,8 @@ class Attachment:
             raise ValueError(_NO_COPY)
 
     def _is_held(self) -> bool:
-        """Whether this thread holds the lock: unlike what a pass notes, no interrupt makes this
-        wrong.
+        """Whether this thread holds the lock. An interrupt may make a pass's own notes wrong, but
+        never this.
         """
         held: bool = self.lock._is_owned()  # type: ignore[attr-defined]
         return held

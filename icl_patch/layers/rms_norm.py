@@ -150,7 +150,7 @@ def rms_norms(model: PreTrainedModel) -> Iterator[PatchedRMSNorm]:
                 yield PatchedRMSNorm(part, scale_offset=form[0], cast_first=form[1])
 
 
-# of an instance; what overrides, accelerate and transformers add
+# Attributes of every module, and those that overrides, accelerate and transformers add.
 _OF_ANY_MODULE = {
     *vars(nn.Module()),
     *("forward", "__reduce_ex__", "_old_forward", "_hf_hook", "_is_hf_initialized"),

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Writer(Enum):
-    """The last step of a block's MLP; its parameters take up ``delta``."""
+    """The last step of a block's MLP; its parameters change so that it adds ``delta``."""
 
     SCALE = "scale"  # m ⊙ Norm(W_down h): the norm's scale, and W_down for the stable form
     WEIGHT = "weight"  # W_down h

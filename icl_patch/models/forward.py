@@ -74,7 +74,7 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def _instead(name: str) -> str:
-    """What to do in place of giving a patcher an input of this name."""
+    """The advice to a user who gave a patcher an input of this name."""
     if name in OUTPUTS:
         return (
             f"leave it out, or pass {name}=False if the generation configuration asks for it."

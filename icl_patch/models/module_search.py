@@ -1,4 +1,4 @@
-"""Finding a model's modules by what they hold."""
+"""Finding a model's modules by their attributes."""
 
 from collections.abc import Collection
 

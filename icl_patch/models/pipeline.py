@@ -50,20 +50,20 @@ class ElsewhereLayer(CacheLayerMixin):
         return self._cache.layers[self._like]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As those of the layer that is here."""
+        """The sizes of the layer on this rank."""
         sizes: tuple[int, int] = self._here.get_mask_sizes(query_length)
         return sizes
 
     def get_seq_length(self) -> int:
-        """As that of the layer that is here."""
+        """The length of the layer on this rank."""
         return int(self._here.get_seq_length())
 
     def get_max_length(self) -> int:
-        """As that of the layer that is here."""
+        """The length of the layer on this rank."""
         return int(self._here.get_max_length())
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
-        """There is nothing to change; ``update`` nobody calls."""
+        """There is nothing to change, and nobody calls ``update``."""
 
     lazy_initialization = update = offload = prefetch = reset = crop = reorder_cache = _nothing
     batch_select_indices = batch_repeat_interleave = _nothing

@@ -150,11 +150,11 @@ class Ranks:
         return any(self._meet("any", flag))
 
     def exchange(self, word: Any) -> list[Any]:
-        """What every rank says, an object that can be pickled, in the order of the ranks."""
+        """The words of all ranks, objects that can be pickled, in the order of the ranks."""
         return self._meet("exchange", word)
 
     def _meet(self, place: str, word: Any = None, error: BaseException | None = None) -> list[Any]:
-        """What every rank says at this place; raises if one of them has an error, is at another
+        """The words of all ranks at this place; raises if one of them has an error, is at another
         place, or does not come.
         """
         if self.size == 1:
@@ -222,7 +222,7 @@ class Ranks:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all ranks for the same bits."""
+    """The versions that must be the same on all ranks for the same bits."""
     return {
         "the version of icl-patch": __version__,
         "the version of torch": torch.__version__,

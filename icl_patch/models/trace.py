@@ -121,8 +121,8 @@ def _trace_block(
     names = {module: name for name, module in block.named_modules()}
     calls: list[Call] = []
     alive: list[Tensor] = []
-    starts: list[tuple[Value | None, bool]] = []  # of the calls that have not returned
-    device = device_of(block)  # to which its hooks bring an input from the block before
+    starts: list[tuple[Value | None, bool]] = []  # one for each call that has not returned
+    device = device_of(block)  # its hooks bring the input from the block before to it
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensor, value = first_tensor((*args, kwargs)), None

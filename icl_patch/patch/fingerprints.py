@@ -219,7 +219,7 @@ class WatchedWeights:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights as they are now, up to changes that torch does not count."""
+        """The fingerprint of the present weights, except for changes that torch does not count."""
         model = self._model()
         assert model is not None
         if self._fingerprint is None or self._state != weight_state(model):

@@ -23,7 +23,7 @@ from icl_patch.recording import block_math
 
 Run = Callable[[Any], Any]
 Activations = dict[str, Tensor]
-"""Of one block and one token, (1, K), by place: ``"input of PATH"`` or ``"output of PATH"``."""
+"""One block's, for one token, (1, K), by place: ``"input of PATH"`` or ``"output of PATH"``."""
 
 
 @contextmanager
@@ -107,7 +107,7 @@ class _Merge:
 
     @property
     def places(self) -> list[str]:
-        """Those of the residual stream, and of the inputs of the modules that change."""
+        """The places of the residual stream, and of the inputs of the modules that change."""
         spec = self.block.spec
         return list(dict.fromkeys((*spec.residual, *(f"input of {x}" for x in spec.patched))))
 

@@ -68,8 +68,8 @@ register_dataclass(BlockActivations)  # so that tree_map reaches its tensors
 
 
 def joined(calls: Sequence[Any]) -> Any:
-    """What several calls of the model gave, trees of tensors (B, T, ...), token after token; the
-    first call's where there are no tokens.
+    """The outputs of several calls of the model, trees of tensors (B, T, ...), joined along the
+    tokens. A tensor without tokens is that of the first call.
     """
 
     def join(*parts: Any) -> Any:
@@ -169,14 +169,14 @@ class AttachedBlock:
 
     @property
     def writer(self) -> PatchedModule:
-        """The module that takes up delta."""
+        """The module that adds delta."""
         writer = self.post_norm or self.down or self.experts
         assert writer is not None
         return writer
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the block's sum."""
+        """The dtype of the block's sum."""
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
         return dtype
 

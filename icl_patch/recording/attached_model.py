@@ -74,10 +74,10 @@ from icl_patch.tolerances import rounding_limit
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What attaching found of a model.
+    """Results of attaching to a model, for the next time.
 
     state: of its modules, settings, weights and first token then. blocks: those on this rank.
-    weights: watched since. takes_padding: what was found since, by the hooks.
+    weights: watched since. takes_padding: found since, by the hooks.
     """
 
     state: tuple[Any, ...]
@@ -92,7 +92,7 @@ _known: "weakref.WeakKeyDictionary[PreTrainedModel, _Known]" = weakref.WeakKeyDi
 def _state_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Any, ...] | None:
-    """What the self-check depends on; None if torch does not count changes of the weights."""
+    """The state that the self-check depends on; None if torch does not count changes of weights."""
     if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
         return None
     plain = (bool, int, float, str, torch.dtype, type(None))
@@ -240,7 +240,7 @@ class AttachedModel:
         self.places = range(found[0], found[-1] + 1) if found else range(0)
 
     def _facts(self) -> dict[str, object]:
-        """What must be the same on all ranks."""
+        """Facts that must be the same on all ranks."""
         config = self.model.config
         return {
             "the update": self.update,

@@ -1,5 +1,5 @@
-"""Diagnostics of one block in a pass: how exact its factors are, and which tokens no change of the
-weights can serve.
+"""Diagnostics of one block in a pass: how exact its factors are, and for which tokens no change of
+the weights has the context's effect.
 """
 
 from collections.abc import Iterable
@@ -118,7 +118,7 @@ class BlockDiagnostics:
         self.report = replace(self.report, **{name: value})
 
     def check(self, start: int = 0) -> None:
-        """Raises ControllabilityError for the first token that no change of the weights can serve.
+        """Raises ControllabilityError for the first token with a violation.
 
         start: the number of kept tokens before the first one.
         """

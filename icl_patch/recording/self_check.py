@@ -1,5 +1,5 @@
-"""What attaching measures: the numbers by which blocks multiply their MLP's output, and whether the
-blocks behave as their specs say.
+"""The measurements of attaching: the numbers by which blocks multiply their MLP's output, and
+whether the blocks behave as their specs say.
 """
 
 from collections.abc import Iterable, Sequence
@@ -301,7 +301,7 @@ def takes_padding(
     ids = trial_tokens(model, 6, 0, tokenizer)
 
     def logits(columns: slice, token: int) -> Tensor:
-        """Of the last token (B, 1, V), behind a ``token`` that the mask hides."""
+        """The last token's logits (B, 1, V), behind a ``token`` that the mask hides."""
         padded = F.pad(ids, (1, 0), value=token)[:, columns]
         mask = F.pad(torch.ones_like(ids, dtype=torch.bool), (1, 0))[:, columns]
         cache, positions = kv_cache.new_cache(model), (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -60,11 +60,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do.
+    """The plan of a run.
 
     Attributes:
-        folder: the folder. rows: of the data set. finished: patches that are there already.
-        duplicates: rows with the texts of an earlier one, which share its patch. unreadable: rows
+        folder: the folder. rows: of the data set. finished: patches that exist.
+        duplicates: rows with the texts of an earlier row; they share its patch. unreadable: rows
             that will be rejected. todo: patches to compute, by all processes together.
         kept_tokens: of these, estimated from the first rows. bytes_per_token: of their factors in
             the files. free: bytes on the disk.
@@ -111,10 +111,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one process did.
+    """The results of one process.
 
     Attributes:
-        plan: what was there before. share: the part of this process.
+        plan: made before the run. share: the part of this process.
         patches: written. rejected: rows without a patch. rejects: the file with their reasons.
         largest_replay_error: of the rounded factors, None without.
     """

@@ -247,7 +247,7 @@ class Extractor:
 
 
 def _bytes_per_token(patch: ContextPatch) -> int:
-    """Of factors of one kept token; the scales that all tokens share are left out."""
+    """The bytes of one kept token's factors, without the scales that all tokens share."""
     return sum(x[0, 0].nbytes for layer in patch.layers for x in layer.values() if x.dim() > 1)
 
 

@@ -43,7 +43,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Contents:
-    """What is kept of every patch.
+    """The written parts of every patch.
 
     Attributes:
         layers: the blocks; all by default. Patches of some blocks only cannot be replayed.
@@ -84,7 +84,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Run:
-    """What all patches of a folder share.
+    """The properties that all patches of a folder share.
 
     Attributes: see :class:`icl_patch.patch.serialization.PatchInfo` and :class:`Contents`.
         ``model`` is a name or a path, which is not compared.

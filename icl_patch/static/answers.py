@@ -28,10 +28,11 @@ _TIMED = 4  # tokens of the first batch, after which the time of all answers is 
 
 
 class _Estimate(StoppingCriteria):
-    """Says after a few tokens how long all answers take at most: what the first token took, and
-    the others each, in proportion to the questions.
+    """Estimates after a few tokens how long all answers take at most.
 
-    share: of all questions, the part that is in the batch that is timed.
+    It adds the time of the first token and of each later one, in proportion to the questions.
+
+    share: the part of all questions that is in the timed batch.
     """
 
     def __init__(

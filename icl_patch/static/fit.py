@@ -298,7 +298,7 @@ def _split(
 
 
 def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
-    """What will not be known of the patch."""
+    """Notes on the properties of the patch that the fit cannot measure."""
     found = []
     if not rows.held_out:
         found.append(

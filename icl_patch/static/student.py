@@ -29,7 +29,7 @@ class Student:
         self._switches = switch_lengths(model)
         decoder = model.get_decoder()  # BERT's relatives call a part of their head so
         self._decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model
-        self._output: Any = None  # the class of what the decoder returns
+        self._output: Any = None  # the class of the decoder's output
 
     def kind(self, length: int) -> int:
         """Equal for lengths of rows that may share a batch: LongRoPE depends on the longest row."""
