@@ -63,7 +63,7 @@ def targets_of_texts(student: Student, texts: Sequence[Sequence[int]]) -> list[T
 
 
 def _targets(student: Student, rows: Sequence[tuple[Tokens, Tokens, int, Tokens]]) -> list[Target]:
-    """The targets of rows: ids of the two runs, the number of asked tokens at their ends, labels."""
+    """Targets of rows: ids of the two runs, the number of asked tokens at their ends, labels."""
     device = input_device(student.model)
     found: dict[int, Target] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
