@@ -368,8 +368,8 @@ class AttachedModel:
         name = type(self.model).__name__
         if not (sequences.head_mask.all() or self.takes_padding):
             raise ValueError(
-                f"expected rows of one length for {name}, got padding on the left, with which a row"
-                " has other logits than alone: compute each row by itself"
+                f"expected rows of one length for {name}, whose logits for a padded row are others"
+                " than for the row alone, got padding on the left: compute each row by itself"
             )
         check_one_side(self.model, sequences.mask.sum(1))
         if counts_slots(self.model) and sequences.tail_absorbed.any():
