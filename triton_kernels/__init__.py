@@ -13,7 +13,7 @@ if __name__ == "triton_kernels":
         " project's own package"
     )
 
-from icl_patch.kernels.ops.attention import decode_attention
+from icl_patch.kernels.ops.attention import attention_pair, decode_attention
 from icl_patch.kernels.ops.direction import read_direction
 from icl_patch.kernels.ops.experts import expert_linear
 from icl_patch.kernels.ops.gated_product import gated_product
@@ -24,6 +24,7 @@ from icl_patch.kernels.ops.recording import record_linears
 
 __all__ = [
     "add_low_rank",
+    "attention_pair",
     "decode_attention",
     "expert_linear",
     "gated_product",

@@ -38,6 +38,9 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
   m.def(
       "decode_attention(Tensor query, Tensor key, Tensor value, float scale, Tensor? mask=None)"
       " -> Tensor");
+  m.def(
+      "attention_pair(Tensor query, Tensor key, Tensor value, Tensor slot, float scale,"
+      " Tensor? mask=None) -> Tensor");
 }
 
 extern "C" __attribute__((visibility("default"))) const char* icl_patch_cpu_instructions() {

@@ -8,7 +8,7 @@ happens to a token in each block.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -33,6 +33,7 @@ _aten = torch.ops.aten
 _OF_SHAPES = {_aten.zeros_like, _aten.ones_like, _aten.full_like}
 _OF_SHAPES |= {_aten.new_zeros, _aten.new_ones, _aten.new_full}
 _COPIES = frozenset((_aten.clone, _aten._to_copy))
+_JOINS = frozenset((_aten.cat.default, _aten.stack.default))
 
 
 class _Simplified:
@@ -40,7 +41,8 @@ class _Simplified:
 
     Left out are calls whose result is the same in every step, copies of what nobody changes, and
     what was computed before. Sums and products of rows are computed as rows, without the axes of
-    length 1 around them, which would cost a view before and behind.
+    length 1 around them, which would cost a view before and behind. Where many parts of values are
+    put together, they are cut in one call.
 
     Attributes:
         calls: in order. outputs: the tensors and views that the program gives.
@@ -55,7 +57,7 @@ class _Simplified:
         self._parts: dict[int, list[tuple[int, View]]] = {}
         self._constant: set[int] = set()  # memory of what is the same in every step
         self._before: dict[Any, Call] = {}
-        calls = [call for x in recorder.calls if (call := self._simplified(x)) is not None]
+        calls = [call for x in recorder.calls for call in self._simplified(x)]
         self.outputs = [self._resolved(x) for x in outputs]
         needed = {x.of for x in self.outputs if isinstance(x, View)}
         self.calls: list[Call] = []
@@ -82,31 +84,95 @@ class _Simplified:
         shift = instead.offset - int(self._values[x.of].storage_offset())
         return replace(x, of=instead.of, offset=x.offset + shift)
 
-    def _simplified(self, call: Call) -> Call | None:
+    def _simplified(self, call: Call) -> Iterator[Call]:
+        """What the program calls for it: nothing, itself or others."""
         args, kwargs = (_with(self._resolved, x) for x in (call.args, call.kwargs))
         call = replace(call, args=args, kwargs=kwargs)
         made = [number for number in call.made if number is not None]
         if call.writes or any(memory_of(self._values[number]) in self._written for number in made):
-            return call
+            yield call
+            return
         given = tensors_in((args, kwargs))
         packet = call.target.overloadpacket
         if packet in _OF_SHAPES or all(self._is_constant(x) for x in given):
             for number in made:
                 self._instead[number] = self._values[number]
                 self._constant.add(memory_of(self._values[number]))
-            return None
-        if any(self._memory_of(x) in self._written for x in given):
-            return call
-        if packet in _COPIES and self._is_copy(given[0], self._values[made[0]]):
+        elif any(self._memory_of(x) in self._written for x in given):
+            yield call
+        elif packet in _COPIES and self._is_copy(given[0], self._values[made[0]]):
             self._instead[made[0]] = given[0]
-            return None
-        before = self._before.setdefault(key_of((call.target, args, kwargs)), call)
-        if before is call:
-            return self._of_rows(call)
-        for again, first in zip(call.made, before.made, strict=True):
-            if again is not None and first is not None:
-                self._instead[again] = View.at(first, self._values[first])
-        return None
+        elif self._is_new(call):
+            yield from self._joined(call)
+
+    def _is_new(self, call: Call) -> bool:
+        """Whether it computes what no call before it did."""
+        before = self._before.setdefault(key_of((call.target, call.args, call.kwargs)), call)
+        if before is not call:
+            for again, first in zip(call.made, before.made, strict=True):
+                if again is not None and first is not None:
+                    self._instead[again] = View.at(first, self._values[first])
+        return before is call
+
+    def _joined(self, call: Call) -> Iterator[Call]:
+        """The call; if it puts tensors one behind the other, with fewer parts."""
+        number, joins = call.made[0], call.target in _JOINS and call.args[1:] in ((), (0,))
+        parts = list(call.args[0]) if joins else []
+        if number is None or not parts or not self._are_contiguous(self.whole[number], *parts):
+            yield self._of_rows(call)
+            return
+        result, joined = self.whole[number], _neighbours(parts)
+        same_dtype = len({self._values[x.of].dtype for x in (result, *parts)}) == 1
+        if len(joined) == 1 and same_dtype:
+            self._instead[number] = joined[0].reshaped(result.shape)
+        elif len(joined) < len(parts):
+            flat = [part.reshaped((part.elements,)) for part in joined]
+            self.whole[number] = result.reshaped((result.elements,))
+            yield replace(call, target=_aten.cat.default, args=(flat,))
+        elif same_dtype and self._are_cut_alike(parts):
+            yield from self._cut_together(call, number, parts)
+        else:
+            yield self._of_rows(call)
+
+    def _cut_together(self, call: Call, number: int, parts: Sequence[View]) -> Iterator[Call]:
+        """The same part of each of many values, cut out of all of them together."""
+        result, part, whole = self.whole[number], parts[0], [self.whole[x.of] for x in parts]
+        rows = (len(parts) * whole[0].shape[0], *whole[0].shape[1:])
+        if part.elements == whole[0].elements:
+            self.whole[number] = result.reshaped(rows)
+            yield replace(call, target=_aten.cat.default, args=(whole,))
+            return
+        values = torch.cat([self._values[x.of].reshape(x.shape) for x in whole])
+        together = Call(_aten.cat.default, (whole,), {}, (len(self._values),), False)
+        self._values.append(values)
+        self.whole.append(View.at(len(self.whole), values))
+        if self._is_new(together):
+            yield together
+        of = self._resolved(self.whole[-1])
+        assert isinstance(of, View)
+        cut = replace(
+            of,
+            shape=(len(parts), *part.shape),
+            stride=(whole[0].elements, *part.stride),
+            offset=part.offset - whole[0].offset,
+        )
+        self.whole[number] = result.reshaped(cut.shape)
+        contiguous = {"memory_format": torch.contiguous_format}
+        yield replace(call, target=_aten.clone.default, args=(cut,), kwargs=contiguous)
+
+    @staticmethod
+    def _are_contiguous(*parts: View | Tensor) -> bool:
+        return all(isinstance(part, View) and part.is_contiguous for part in parts)
+
+    def _are_cut_alike(self, parts: Sequence[View]) -> bool:
+        """Whether these are the same part of each of many values."""
+        whole = [self.whole[part.of] for part in parts]
+        return (
+            len(parts) > 2
+            and len({(*x.shape, x.offset) for x in whole}) == 1
+            and len({(*x.shape, x.offset) for x in parts}) == 1
+            and all(x.is_contiguous and x.shape for x in whole)
+        )
 
     def _of_rows(self, call: Call) -> Call:
         """The call without the axes along which its operands and its result have the length 1."""
@@ -158,6 +224,18 @@ class _Simplified:
 def _with(function: Callable[[Any], Any], arguments: Any) -> Any:
     """Arguments of a call, with each tensor and view replaced."""
     return tree_map_only((Tensor, View), function, arguments)
+
+
+def _neighbours(parts: Iterable[View]) -> list[View]:
+    """The parts; those that lie one behind the other in a value are one."""
+    joined: list[View] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last and (last.of, last.offset + last.elements) == (part.of, part.offset):
+            joined[-1] = last.reshaped((last.elements + part.elements,))
+        else:
+            joined.append(part)
+    return joined
 
 
 def _places(parts: Iterable[View | Tensor]) -> Iterator[tuple[int, View]]:
