@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from icl_patch.generation.grouped_maps import grouped
 from icl_patch.generation.operator_recorder import (
     Call,
     NoHostReads,
@@ -57,7 +58,7 @@ class _Simplified:
         self._parts: dict[int, list[tuple[int, View]]] = {}
         self._constant: set[int] = set()  # memory of what is the same in every step
         self._before: dict[Any, Call] = {}
-        calls = [call for x in recorder.calls for call in self._simplified(x)]
+        calls = grouped(call for x in recorder.calls for call in self._simplified(x))
         self.outputs = [self._resolved(x) for x in outputs]
         needed = {x.of for x in self.outputs if isinstance(x, View)}
         self.calls: list[Call] = []
