@@ -22,6 +22,7 @@ from icl_patch.kernels.ops.linear_maps import linear_maps
 from icl_patch.kernels.ops.low_rank import add_low_rank
 from icl_patch.kernels.ops.norms import norm_pair, rms_norm
 from icl_patch.kernels.ops.recording import record_linears
+from icl_patch.kernels.ops.rotary import rotary_embedding
 
 __all__ = [
     "add_low_rank",
@@ -35,4 +36,5 @@ __all__ = [
     "read_direction",
     "record_linears",
     "rms_norm",
+    "rotary_embedding",
 ]

@@ -26,6 +26,7 @@ from icl_patch.kernels.ops.gated_product import plan_gated
 from icl_patch.kernels.ops.linear import plan_linear, sums_coefficients
 from icl_patch.kernels.ops.low_rank import plan_low_rank
 from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
+from icl_patch.kernels.ops.rotary import plan_rotary
 from icl_patch.kernels.runtime.config import Config, TunedConfig, data_files
 from icl_patch.kernels.runtime.launching import Launch
 
@@ -224,6 +225,9 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
         mask, slot = _empty(2, 1024, dtype=torch.bool), _empty(1, dtype=torch.int64)
         attend, add = plan_blocks(query, keys, keys, mask, 0.1, slot)
         yield f"decode_attention D = {head}, {str(kind).removeprefix('torch.')}", attend
+        angles = _empty(1, 1, head, dtype=kind)
+        rotary = plan_rotary(query.unsqueeze(2), keys[:, :, :1], angles, angles)
+        yield f"rotary_embedding D = {head}, {str(kind).removeprefix('torch.')}", rotary
     yield "attention_pair, sum of blocks", add
     z = _empty(4, d, dtype=dtype)
     for activation in ACTIVATIONS:

@@ -119,9 +119,4 @@ def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tu
     return rotated
 
 
-_rotary_embedding = Op(
-    "rotary_embedding",
-    check_rotary_embedding,
-    reference.rotary_embedding,
-    triton_if=lambda *_: False,
-)
+_rotary_embedding = Op("rotary_embedding", check_rotary_embedding, reference.rotary_embedding)

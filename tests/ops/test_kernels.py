@@ -53,6 +53,7 @@ COMPILED = [
     "decode_attention D = 64, bfloat16",
     "decode_attention D = 128, float32",
     "attention_pair, sum of blocks",
+    "rotary_embedding D = 128, bfloat16",
     "gated_product gelu_tanh",
     "untuned: linear bfloat16 N ≤ 4096, experts",
     "untuned: linear float32, experts",

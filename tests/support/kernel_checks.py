@@ -179,6 +179,7 @@ def operator_calls() -> list[tuple[str, tuple]]:
     experts = expert_products.case((3, 2, 4, 5, 7), torch.float32, True, True, DEVICE)[:4]
     factors = (case.z, case.u, case.v, case.index, torch.float16)
     attended = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
+    angles = torch.ones(1, 1, 8, device=DEVICE)
     return [
         ("patched_linear", (*case.arguments.values(), torch.float16)),
         ("patched_linear", (case.z, case.weight, None, None, None, None, None)),
@@ -191,11 +192,12 @@ def operator_calls() -> list[tuple[str, tuple]]:
         ("expert_linear", (*experts, torch.float16)),
         ("attention_pair", (*attended[:3], torch.tensor([8], device=DEVICE), attended[3], 0.5)),
         ("decode_attention", (*attended[:3], None, 0.5)),
+        ("rotary_embedding", (attended[0].unsqueeze(2), attended[1][:, :, :1], *[angles] * 2)),
         ("linear_maps", (case.z, [case.weight] * 2, [case.bias, None])),
     ]
 
 
-@pytest.mark.parametrize("number", [heavy(x) if x in (1, 10) else x for x in range(12)])
+@pytest.mark.parametrize("number", [heavy(x) if x in (1, 10) else x for x in range(13)])
 def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name, arguments = operator_calls()[number]
@@ -288,6 +290,29 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
             own = value[:, :, keys // 2].repeat_interleave(shape[1] // shape[2], 1)
             pair = kernels.attention_pair(query, key, value, slot, given, scale)
             assert same_bits(pair, torch.cat([y, own]))
+
+
+@every_float
+def test_rotary_embedding(dtype: torch.dtype) -> None:
+    """It has the bits of torch's operators; keys and angles lie in gaps, angles are of a row or of
+    all. Triton's interpreter cuts bf16 off where a GPU rounds.
+    """
+    for rows, heads, groups, tokens, width, angles in ((3, 5, 2, 4, 10, 3), (2, 3, 3, 1, 64, 1)):
+        rng = seeded(width)
+        sizes = (rows, heads, tokens, width), (rows, tokens, groups, width)
+        query, key = (normal(rng, *size, dtype=dtype).to(DEVICE) for size in sizes)
+        cos, sin = normal(rng, angles, tokens, 2 * width, dtype=dtype).to(DEVICE).chunk(2, -1)
+        both = query, key.transpose(1, 2)
+        for x, y in zip(both, kernels.rotary_embedding(*both, cos, sin), strict=True):
+            first, second = x.chunk(2, -1)
+            half = torch.cat([-second, first], -1)
+            parts = x * cos.unsqueeze(1), half * sin.unsqueeze(1)
+            expected = parts[0] + parts[1]
+            if INTERPRETED and dtype == torch.bfloat16:
+                size = sum(part.float().abs() for part in parts)
+                assert ((y - expected).float().abs() <= 6 * UNIT[dtype] * size).all()
+            else:
+                assert same_bits(y, expected)
 
 
 @fp32_heavy

@@ -84,7 +84,7 @@ def call(name: str, given: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
 
 
 # the native library's, whatever serves the products
-NATIVE = ("rotary_embedding", "invert_rmsnorm", "stable_scale")
+NATIVE = ("invert_rmsnorm", "stable_scale")
 
 
 def check_traced(name: str) -> None:
