@@ -65,7 +65,7 @@ def steps(shape: RandomModel, update: str) -> dict[str, int]:
         run: Any = state.run
         for token in (5, 6):
             decode_one_token(state, ids.new_full((1,), token))
-        counts[f"`{update}`, the model's own code"] = operators(run._step)
+        counts[f"`{update}`, the model's own code"] = operators(run.own_code)
         counts[f"`{update}`, its program"] = operators(run._run_program)
     return counts
 

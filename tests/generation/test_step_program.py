@@ -71,7 +71,7 @@ def test_a_program_has_every_bit_of_the_models_own_code(family: str, update: str
             assert isinstance(recorded, RecordedStep)
             for column in range(7, 15):
                 state.advance(ids[:, column])
-                wanted = leaves(recorded._step())
+                wanted = leaves(recorded.own_code())
                 assert all_bits(leaves(recorded()), wanted)
             assert recorded.program is not None
             assert recorded._run == recorded._run_program
@@ -210,7 +210,7 @@ def test_other_weights_and_autocast_between_two_steps() -> None:
             decode_one_token(state, IDS[:, column])
         plain = leaves(recorded())
         with torch.autocast("cpu", torch.bfloat16):
-            wanted = recorded._step().logits
+            wanted = recorded.own_code().logits
             assert torch.equal(recorded().logits, wanted) and not torch.equal(wanted, plain[0])
         norm = model.model.norm
         for other in (nn.Parameter(2 * norm.weight), norm.weight):
@@ -218,14 +218,14 @@ def test_other_weights_and_autocast_between_two_steps() -> None:
             numbers = own.data
             if other is own:
                 own.data = 3 * numbers
-            wanted = recorded._step().logits
+            wanted = recorded.own_code().logits
             assert torch.equal(recorded().logits, wanted) and not torch.equal(wanted, plain[0])
             norm.weight, own.data = own, numbers
         own = model.model.embed_tokens
         _Numbered(model, lambda x: 3 * x)
-        assert torch.equal(recorded().logits, recorded._step().logits)
+        assert torch.equal(recorded().logits, recorded.own_code().logits)
         model.model.embed_tokens, own.forward = own, lambda ids: 3 * nn.Embedding.forward(own, ids)
-        wanted = recorded._step().logits
+        wanted = recorded.own_code().logits
         assert torch.equal(recorded().logits, wanted) and not torch.equal(wanted, plain[0])
         del own.forward
         assert all_bits(leaves(recorded()), plain) and recorded.program is not None
