@@ -198,8 +198,8 @@ class _Reading:
         behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
         if behind and not parallel:
             raise self._refuse(
-                f"{behind[-1]} reads the context after the MLP: a change of the MLP's weights cannot"
-                " replace that"
+                f"{behind[-1]} reads the context after the MLP: a change of the MLP's weights"
+                " cannot replace that"
             )
         own = self._readers_of_their_own(pre)
         readers = [
@@ -353,8 +353,8 @@ class _Reading:
                 if (factor == 1 or not form) and is_sum(total, parts, scale):
                     return found | form
         raise self._refuse(
-            "its output is not its residual stream plus its MLP's output, each times 1 or an attribute"
-            " with a name that ends in multiplier, scale or factor: a change of the MLP cannot"
+            "its output is not its residual stream plus its MLP's output, each times 1 or an"
+            " attribute with a name that ends in multiplier, scale or factor: a change of the MLP cannot"
             " replace what attention adds"
         )
 

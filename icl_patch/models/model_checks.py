@@ -71,8 +71,8 @@ def check_language_model(model: object) -> None:
         )
     if drafts_for_another(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} drafts tokens for another model. It reads the hidden states and"
-            " the cache of that model, and no token ids: attach to that model"
+            f"{type(model).__name__} drafts tokens for another model. It reads the hidden states"
+            " and the cache of that model, and no token ids: attach to that model"
         )
 
 
