@@ -354,8 +354,8 @@ class _Reading:
                     return found | form
         raise self._refuse(
             "its output is not its residual stream plus its MLP's output, each times 1 or an"
-            " attribute with a name that ends in multiplier, scale or factor: a change of the MLP cannot"
-            " replace what attention adds"
+            " attribute with a name that ends in multiplier, scale or factor: a change of the MLP"
+            " cannot replace what attention adds"
         )
 
     def _sums(
