@@ -29,11 +29,12 @@ _PLAIN_WEIGHTS = (
 
 def untouched(module: nn.Module) -> bool:
     """Whether nobody has hooked the module, or all modules, or put another forward there."""
-    hooked = _has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks
+    hooked = has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks
     return "forward" not in vars(module) and not hooked
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody has hooked the module."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -191,7 +192,7 @@ class PatchedModule(nn.Module):
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         # Global hooks run once, for the base module.
-        if _has_hooks(self):
+        if has_hooks(self):
             return super()._call_impl(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
