@@ -455,7 +455,7 @@ __global__ __launch_bounds__(kThreads, resident(kStorage, kStaged) / kThreads) v
 
 // The first half of the blocks takes the rows without the context, which take longer.
 template <int kThreads, int kItems, Storage kStorage, bool kStaged>
-__global__ __launch_bounds__(kThreads, resident(kStorage, kStaged) / kThreads) void record_kernel(
+__global__ __launch_bounds__(kThreads, 512 / kThreads) void record_kernel(
     const __grid_constant__ NormRecording call) {
   const int64_t b = blockIdx.x;
   if (b >= call.rows) {
@@ -539,23 +539,25 @@ cudaError_t launch_for(const Call& call, int32_t device, cudaStream_t stream) {
     if (call.n <= 128) return run(launch<32, 4, Storage::kRegisters, true, Call>, staged);
     if (call.n <= 1024) return run(launch<256, 4, Storage::kRegisters, true, Call>, staged);
     if (call.n <= 2048) return run(launch<512, 4, Storage::kRegisters, true, Call>, staged);
-    if (call.n <= 3072) return run(launch<512, 6, Storage::kRegisters, true, Call>, staged);
+    if constexpr (!kRecords<Call>) {
+      if (call.n <= 3072) return run(launch<512, 6, Storage::kRegisters, true, Call>, staged);
+    }
     if (call.n <= 4096) return run(launch<512, 8, Storage::kRegisters, true, Call>, staged);
     // With several rows on a multiprocessor, one computes while another waits for its sums.
-    if (fits(staged, 2)) return run(launch<256, 4, Storage::kNone, true, Call>, staged);
+    if constexpr (!kRecords<Call>) {
+      if (fits(staged, 2)) return run(launch<256, 4, Storage::kNone, true, Call>, staged);
+    }
     return run(launch<512, 4, Storage::kNone, true, Call>, staged);
   }
-  if constexpr (kRecords<Call>) {
-    return run(launch<512, 4, Storage::kNone, false, Call>, 0);
-  } else {
+  if constexpr (!kRecords<Call>) {  // its inputs are narrow
     if (call.n <= 256) return run(launch<32, 8, Storage::kRegisters, false, Call>, 0);
     if (call.n <= 2048) return run(launch<256, 8, Storage::kRegisters, false, Call>, 0);
     if (call.n <= 4096) return run(launch<512, 8, Storage::kRegisters, false, Call>, 0);
     const int64_t terms = 2 * call.n * static_cast<int64_t>(sizeof(double));
     if (fits(terms, 2)) return run(launch<256, 4, Storage::kShared, false, Call>, terms);
     if (fits(terms, 1)) return run(launch<512, 4, Storage::kShared, false, Call>, terms);
-    return run(launch<512, 4, Storage::kNone, false, Call>, 0);
   }
+  return run(launch<512, 4, Storage::kNone, false, Call>, 0);
 }
 
 // Returns null, or the error.
