@@ -29,12 +29,11 @@ _PLAIN_WEIGHTS = (
 
 def untouched(module: nn.Module) -> bool:
     """Whether nobody has hooked the module, or all modules, or put another forward there."""
-    hooked = has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks
+    hooked = _has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks
     return "forward" not in vars(module) and not hooked
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody has hooked the module."""
+def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -192,7 +191,7 @@ class PatchedModule(nn.Module):
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         # Global hooks run once, for the base module.
-        if has_hooks(self):
+        if _has_hooks(self):
             return super()._call_impl(*args, **kwargs)
         return self.forward(*args, **kwargs)
 

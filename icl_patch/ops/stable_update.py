@@ -202,5 +202,5 @@ _record_norm = Op(
     # it adds up as the native products do on the CPU, and as Triton's do on CUDA
     native_if=lambda *_: dispatch.backend == "auto",
     triton_if=lambda y_pair, *_: y_pair.is_cuda and native_serves("cuda"),
-    triton=lambda _kernels, *args: torch.ops.icl_patch.record_norm(*args),
+    triton=lambda _kernels, *args: torch.ops.icl_patch.record_norm.default(*args),
 )

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -124,15 +124,6 @@ class AttachedBlock:
         if self.down is not None and style_of(model, self.block.path_of(str(self.spec.down))):
             self.down.group = self.group
             yield f"{self.spec.down}.v"
-
-    @cached_property
-    def around_down(self) -> tuple[nn.Module, ...]:
-        """The output matrix's module and those of the block around it."""
-        path, found = self.spec.down or "", []
-        while path:
-            found.append(self.module.get_submodule(path))
-            path = path.rpartition(".")[0]
-        return tuple(found)
 
     @property
     def mixture(self) -> nn.Module | None:

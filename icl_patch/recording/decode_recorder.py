@@ -21,7 +21,7 @@ from torch import Tensor
 from icl_patch import ops
 from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.linear import PatchedLinear
-from icl_patch.layers.patched_module import has_hooks, like_rows_of, rows_of
+from icl_patch.layers.patched_module import like_rows_of, rows_of
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Writer
 from icl_patch.models.trace import first_tensor
@@ -184,9 +184,7 @@ class InexactDecodeRecorder(DecodeRecorder):
         norm = self.block.post_norm
         if norm is None or self.update != "stable" or self.spec.addend or layer.group is not None:
             return False
-        wide = torch.float64 in (h.dtype, weight_of(norm.base_layer).dtype)
-        # a hook may change what the norm reads
-        return not (wide or any(map(has_hooks, self.block.around_down)))
+        return torch.float64 not in (h.dtype, weight_of(norm.base_layer).dtype)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """Both streams' outputs, with the matrix and the scale of the update."""
