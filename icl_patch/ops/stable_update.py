@@ -170,15 +170,15 @@ def record_norm(
     return NormRecord(y, u, Direction(v, inverse_norm2), new_scale, status)
 
 
-def _reference_record_norm(
+def reference_record_norm(
     y_pair: Tensor,
     h: Tensor,
     delta: Tensor,
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
-    scale_offset: float,
-    cast_first: bool,
+    scale_offset: float = 0.0,
+    cast_first: bool = True,
 ) -> tuple[Tensor, ...]:
     """:func:`record_norm` by the other ops."""
     context, plain = y_pair.chunk(2)
@@ -198,7 +198,7 @@ def _reference_record_norm(
 _record_norm = Op(
     "record_norm",
     check_record_norm,
-    _reference_record_norm,
+    reference_record_norm,
     # it adds up as the native products do on the CPU, and as Triton's do on CUDA
     native_if=lambda *_: dispatch.backend == "auto",
     triton_if=lambda y_pair, *_: y_pair.is_cuda and native_serves("cuda"),

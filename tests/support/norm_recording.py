@@ -49,23 +49,24 @@ def on_fibers(
     """The kernel's results; outputs start as NaN, and so do the places between numbers."""
     library: Any = compiled("cuda_on_cpu", "-O1", "-ffp-contract=off")
     library.record_norm.restype = ctypes.c_char_p
-    y_pair, h, delta, weight = given
+    y_pair, h, _, weight = given
     (rows, k), d = h.shape, len(weight)
     offset, cast_first = FORMS[form]
     y = torch.full_like(y_pair, torch.nan, dtype=weight.dtype)
     sizes = ((rows, d), (rows, k), (rows,), (rows, d))
     u, v, inverse_norm2, new_scale = (torch.full(size, torch.nan) for size in sizes)
     status = torch.full((rows,), 99, dtype=torch.int8)
+    inputs = [apart(x, column) for x in given]
     error = library.record_norm(
         *map(ctypes.c_int64, (rows, d, k)),
         ctypes.c_int(DTYPES.index(weight.dtype)),
         ctypes.c_int64(column),
-        *map(address, inputs := [apart(x, column) for x in given]),
+        *map(address, inputs),
         ctypes.c_double(EPS),
         ctypes.c_float(offset),
         ctypes.c_bool(cast_first),
         ctypes.c_int(shared_memory),
         *map(address, (y, u, v, inverse_norm2, new_scale, status)),
     )
-    assert error is None and inputs
+    assert error is None
     return NormRecord(y, u, Direction(v, inverse_norm2), new_scale, status)
