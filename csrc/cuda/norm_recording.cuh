@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "common/calls.h"
+#include "common/rmsnorm_inverse.h"
 #include "cuda/row_sums.cuh"
 
 namespace icl_patch::cuda {

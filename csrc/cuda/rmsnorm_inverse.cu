@@ -1,9 +1,9 @@
-// The CUDA driver of the RMSNorm inversion, and of a recording that contains it: one block per row. Inputs of fp32 and narrower types
-// are read from memory once and stay in shared memory as fp32 where they fit (19,000 coordinates of
-// an update on sm_90). The terms of every evaluation, e and p in fp64, stay in registers up to
-// 4,096 coordinates; beyond, they are computed anew at every evaluation. Any other row is read again
-// at every pass, usually from L2; beyond 4,096 coordinates its e and p stay in shared memory where
-// they fit.
+// The CUDA driver of the RMSNorm inversion, and of a recording that contains it: one block per row.
+// Inputs of fp32 and narrower types are read from memory once and stay in shared memory as fp32
+// where they fit (19,000 coordinates of an update on sm_90). The terms of every evaluation, e and p
+// in fp64, stay in registers up to 4,096 coordinates; beyond, they are computed anew at every
+// evaluation. Any other row is read again at every pass, usually from L2; beyond 4,096 coordinates
+// its e and p stay in shared memory where they fit.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -253,10 +253,9 @@ class BlockRow {
           call_, to, exchange_.partials, [&](int k) { return staged(k).fallback; },
           [&](int k) { return staged(k).scale; });
     } else {
-      Matrix y{call_.y, call_.y_dtype, call_.n, 1};
+      const Matrix y{call_.y, call_.y_dtype, call_.n, 1};
       write_norm<kThreads>(
-          call_, to, exchange_.partials,
-          [&](int k) { return static_cast<float>(y.at(to, k)); },
+          call_, to, exchange_.partials, [&](int k) { return static_cast<float>(y.at(to, k)); },
           [&](int k) { return call_.new_scale_fp32[b() * call_.n + k]; });
     }
   }
@@ -462,9 +461,7 @@ __global__ __launch_bounds__(kThreads, 512 / kThreads) void record_kernel(
     const int64_t m = b - call.rows;
     write_norm<kThreads>(
         call, m, reinterpret_cast<RecordingExchange*>(shared_memory)->partials,
-        [&](int k) {
-          return rounded(call.y_dtype, static_cast<float>(call.context.at(m, k)));
-        },
+        [&](int k) { return rounded(call.y_dtype, static_cast<float>(call.context.at(m, k))); },
         [&](int k) { return static_cast<float>(call.scale.at(0, k)) + call.offset; });
     return;
   }
@@ -488,7 +485,8 @@ auto kernel_for(const NormRecording&) {
 template <class Call>
 constexpr bool kRecords = std::is_same_v<Call, NormRecording>;
 template <class Call>
-constexpr int64_t kExchangeBytes = sizeof(std::conditional_t<kRecords<Call>, RecordingExchange, Exchange>);
+constexpr int64_t kExchangeBytes =
+    sizeof(std::conditional_t<kRecords<Call>, RecordingExchange, Exchange>);
 
 // row_bytes: of the row in shared memory; most: the shared memory that a block may have.
 template <int kThreads, int kItems, Storage kStorage, bool kStaged, class Call>

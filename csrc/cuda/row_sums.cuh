@@ -4,7 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "common/matrix.h"
@@ -12,8 +11,8 @@
 namespace icl_patch::cuda {
 namespace {
 
-constexpr int kSegment = 2048;    // elements of a row whose sums are taken apart
-constexpr int kChunk = 64;        // of a segment's coefficient: an element a lane
+constexpr int kSegment = 2048;      // elements of a row whose sums are taken apart
+constexpr int kChunk = 64;          // of a segment's coefficient: an element a lane
 constexpr int kMaxPartials = 1024;  // sums of 32 places, which are kept in shared memory
 
 __host__ __device__ constexpr int power_of_two(int n) {
