@@ -313,3 +313,13 @@ check_stable_scale = Arguments(
     rule=_check_rows,
     results=("M d, delta scale hidden_down", *_INVERSE),
 )
+check_record_norm = Arguments(
+    "y_pair: 2M d",
+    "h: M K",
+    "delta: M d",
+    "weight: d",
+    "eps",
+    "out_dtype",
+    rule=_check_rows,
+    results=("2M d, out_dtype", "M d, float32", "M K, h", "M, h", "M d, float32", "M, int8"),
+)

@@ -207,7 +207,10 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
         z, wide = _empty(4, width, dtype=dtype), _empty(4, width)
         yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None)
         yield f"direction K = {width}", plan_direction(z)
-        yield f"add_low_rank N = {width}", plan_low_rank(wide, _empty(4, 1, width), None, dtype)
+        factor = _empty(4, 1, width)
+        yield f"add_low_rank N = {width}", plan_low_rank(wide, factor, None, dtype)
+        name = f"add_low_rank N = {width}, with coefficients"
+        yield name, plan_low_rank(wide, factor, None, dtype, z, factor)
     for width in (576, 4096, d):
         pair, z, wide = (
             _empty(8, width, dtype=dtype),

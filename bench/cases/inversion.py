@@ -1,8 +1,10 @@
 """The RMSNorm inversion against 64-step bisection in plain torch, and against one RMSNorm of the
 same tensor.
 
-`inversion` is ours, `whole update` the whole stable update in one launch, `torch bisection` 64
-steps of the whole batch in plain torch; older tables have a `bisection` of the native library too.
+`inversion` is ours, `whole update` the whole stable update in one launch, `recorded norm` that with
+the norm of both streams and all between, in one launch, and `its parts` the same by the ops that it
+stands for; `torch bisection` is 64 steps of the whole batch in plain torch. Older tables have a
+`bisection` of the native library too, and no recorded norm.
 `passes` counts reads of a row: one for its extent, one for e and p, one for their sums, one for the
 result, and one for each evaluation; these rows have a pole, so φ(0) is not evaluated. On a GPU all
 but `torch bisection` are replayed as CUDA graphs.
@@ -20,7 +22,7 @@ from torch import Tensor
 from icl_patch import ops
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.timing import Call, InTurn
-from icl_patch.ops import reference
+from icl_patch.ops import reference, stable_update
 
 SHAPES = [(1, 1152), (32, 2560), (4096, 5376)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -63,13 +65,18 @@ def comparison(batch: int, n: int, dtype: torch.dtype, device: torch.device) -> 
     evaluations = result.evaluations.double()
     # In a model a small input is in the cache, as it was just computed; a large one is not: two
     # take turns.
-    inputs = [(delta, target, h)]
+    pair = torch.cat([h + delta, h]).float()
+    inputs = [(delta, target, h, pair)]
     if h.nbytes > 2**24:
-        inputs.append((delta.clone(), target.clone(), h.clone()))
-    functions: dict[str, Callable[[tuple[Tensor, Tensor, Tensor]], object]] = {
+        inputs.append((delta.clone(), target.clone(), h.clone(), pair.clone()))
+    functions: dict[str, Callable[[tuple[Tensor, ...]], object]] = {
         "inversion": lambda x: ops.invert_rmsnorm(x[1], scale, rms, EPS, x[2]),
         "RMSNorm": lambda x: F.rms_norm(x[2], (n,), scale, EPS),
         "whole update": lambda x: ops.stable_scale(x[0], scale, x[2], EPS),
+        "recorded norm": lambda x: ops.record_norm(x[3], x[2], x[0], scale, EPS, out_dtype=dtype),
+        "its parts": lambda x: stable_update.reference_record_norm(
+            x[3], x[2], x[0], scale, EPS, dtype
+        ),
     }
     turn = itertools.count()
     calls: dict[str, Call] = {

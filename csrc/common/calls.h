@@ -20,6 +20,23 @@ struct Inversion {
   int32_t* evaluations = nullptr;  // (B,)
 };
 
+// A recording of the norm behind a block's MLP: the stable update of M rows, with the norm's weight
+// as its scale, and both streams' outputs. `fallback` is the reduced stream's plain output of the
+// matrix before the norm, `rms` is not read, and `hidden` takes u. The reduced rows go through the
+// norm with the matrix changed by u vᵀ, and the scale m'.
+struct NormRecording : Inversion {
+  int64_t k = 0;
+  Matrix context;                   // (M, n), the matrix's output with the context
+  Matrix h;                         // (M, K), its input without the context
+  float offset = 0;                 // the scale is offset + weight
+  bool cast_first = false;          // as for Norm
+  float* v = nullptr;               // (M, K) contiguous
+  float* inverse_norm2 = nullptr;   // (M,)
+  float* new_scale_fp32 = nullptr;  // (M, n) contiguous, in place of new_scale
+  void* y = nullptr;                // (2 M, n) contiguous
+  DType y_dtype = DType::kFp32;
+};
+
 // Patches (P, R, ·) of any strides.
 struct Factor {
   Matrix patch;  // (R, ·), the first patch

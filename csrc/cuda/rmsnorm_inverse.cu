@@ -1,9 +1,9 @@
-// The CUDA driver of the RMSNorm inversion: one block per row. Inputs of fp32 and narrower types
-// are read from memory once and stay in shared memory as fp32 where they fit (19,000 coordinates of
-// an update on sm_90). The terms of every evaluation, e and p in fp64, stay in registers up to
-// 4,096 coordinates; beyond, they are computed anew at every evaluation. Any other row is read again
-// at every pass, usually from L2; beyond 4,096 coordinates its e and p stay in shared memory where
-// they fit.
+// The CUDA driver of the RMSNorm inversion, and of a recording that contains it: one block per row.
+// Inputs of fp32 and narrower types are read from memory once and stay in shared memory as fp32
+// where they fit (19,000 coordinates of an update on sm_90). The terms of every evaluation, e and p
+// in fp64, stay in registers up to 4,096 coordinates; beyond, they are computed anew at every
+// evaluation. Any other row is read again at every pass, usually from L2; beyond 4,096 coordinates
+// its e and p stay in shared memory where they fit.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 
 #include "common/rmsnorm_inverse.h"
 #include "cuda/driver.h"
+#include "cuda/norm_recording.cuh"
 
 namespace icl_patch::cuda {
 namespace {
@@ -60,6 +61,12 @@ struct Exchange {
   Next next;
 };
 
+// Of a recording: its sums in fp32, and h·v.
+struct RecordingExchange : Exchange {
+  float partials[kMaxPartials];
+  float coefficient;
+};
+
 extern __shared__ double
     shared_memory[];  // an Exchange, then the row's inputs, or e and p, in row_bytes
 
@@ -73,10 +80,15 @@ struct InputsOf<T, false> {
   T scale, other;
 };
 
+enum class Op { kInvert, kUpdate, kRecord };
+
 // kStaged: the inputs are narrow and stay in shared memory.
-template <int kThreads, int kItems, Storage kStorage, bool kStaged, bool kUpdate>
+template <int kThreads, int kItems, Storage kStorage, bool kStaged, Op kOp>
 class BlockRow {
  public:
+  static constexpr bool kUpdate = kOp != Op::kInvert, kRecord = kOp == Op::kRecord;
+  using Call = std::conditional_t<kRecord, NormRecording, Inversion>;
+  using Shared = std::conditional_t<kRecord, RecordingExchange, Exchange>;
   using Value = double;
   using Input = std::conditional_t<kStaged, float, double>;
   using Bits = std::conditional_t<kStaged, uint32_t, uint64_t>;  // of an input as it is given
@@ -85,11 +97,11 @@ class BlockRow {
   static constexpr int kBatch = kItems % 4 ? 3 : 4;    // coordinates that a thread works on at once
   static constexpr int kLoads = kStaged ? 8 : kBatch;  // that it reads from memory at once
 
-  __device__ BlockRow(const Inversion& call)
+  __device__ BlockRow(const Call& call)
       : call_(call),
         n_(static_cast<int>(call.n)),
-        exchange_(*reinterpret_cast<Exchange*>(shared_memory)),
-        shared_(shared_memory + sizeof(Exchange) / sizeof(double)) {
+        exchange_(*reinterpret_cast<Shared*>(shared_memory)),
+        shared_(shared_memory + sizeof(Shared) / sizeof(double)) {
     if constexpr (kStaged) stage();
   }
 
@@ -128,13 +140,18 @@ class BlockRow {
 
     __device__ double put(double hidden, double new_scale) const {
       const int64_t i = row.b() * row.call_.n + k;
-      row.call_.new_scale[i] = new_scale;
+      if constexpr (kRecord) {
+        row.call_.new_scale_fp32[i] = static_cast<float>(new_scale);
+      } else {
+        row.call_.new_scale[i] = new_scale;
+      }
       if (row.is_fp64()) {
         static_cast<double*>(row.call_.hidden)[i] = hidden;
       } else {
         const float narrow = static_cast<float>(hidden);
         static_cast<float*>(row.call_.hidden)[i] = narrow;
         hidden = narrow;
+        if constexpr (kRecord) row.keep(k, narrow, static_cast<float>(fallback()), new_scale);
       }
       return zero_if_finite(hidden) + zero_if_finite(new_scale);
     }
@@ -208,6 +225,39 @@ class BlockRow {
   __device__ void store_nan() const {
     const double nan = kInfinity - kInfinity;
     each([=](const At& at) { at.store(nan, nan); });
+  }
+
+  template <class S>
+  __device__ __forceinline__ S across_block(S sum) const {
+    sum = across_lanes(sum);
+    if (kThreads == kWarp) return sum;
+    S* const warp_sums = next_buffer<S>();
+    if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = sum;
+    __syncthreads();
+    return across_warps(warp_sums);
+  }
+
+  // Before the inversion: v, and the h·v by which the change u of the matrix is multiplied.
+  __device__ void record_matrix() const {
+    const float coefficient = record_direction<kThreads>(call_, b(), exchange_.partials, *this);
+    if (threadIdx.x == 0) exchange_.coefficient = coefficient;
+    __syncthreads();
+  }
+
+  // After it: the row of y.
+  __device__ void write_output() const {
+    __syncthreads();  // all that is kept
+    const int64_t to = call_.rows + b();
+    if constexpr (kStaged) {
+      write_norm<kThreads>(
+          call_, to, exchange_.partials, [&](int k) { return staged(k).fallback; },
+          [&](int k) { return staged(k).scale; });
+    } else {
+      const Matrix y{call_.y, call_.y_dtype, call_.n, 1};
+      write_norm<kThreads>(
+          call_, to, exchange_.partials, [&](int k) { return static_cast<float>(y.at(to, k)); },
+          [&](int k) { return call_.new_scale_fp32[b() * call_.n + k]; });
+    }
   }
 
  private:
@@ -302,6 +352,10 @@ class BlockRow {
     convert(call_.scale.dtype, scale, x, &Inputs::scale);
     convert(kUpdate ? call_.delta.dtype : call_.target.dtype, other, x, &Inputs::other);
     if constexpr (kUpdate) convert(call_.fallback.dtype, fallback, x, &Inputs::fallback);
+    if constexpr (kRecord) {
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) x[j].scale = static_cast<float>(x[j].scale) + call_.offset;
+    }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) f(j, x[j]);
   }
@@ -318,6 +372,16 @@ class BlockRow {
 
   __device__ __forceinline__ Inputs& staged(int k) const {
     return reinterpret_cast<Inputs*>(shared_)[k];
+  }
+
+  // The norm's input and scale, of which no inputs are read any more: in their place, or in y's.
+  __device__ __forceinline__ void keep(int k, float u, float plain, double new_scale) const {
+    const float x = fmaf(exchange_.coefficient, u, plain);
+    if constexpr (kStaged) {
+      staged(k) = {static_cast<float>(new_scale), 0, rounded(call_.y_dtype, x)};
+    } else {
+      icl_patch::cuda::store(call_.y_dtype, call_.y, (call_.rows + b()) * call_.n + k, x);
+    }
   }
 
   // f(j, at), as from_memory.
@@ -348,19 +412,9 @@ class BlockRow {
     return across_lanes<kLanes>(lane < kWarps ? warp_sums[lane] : S{});
   }
 
-  template <class S>
-  __device__ __forceinline__ S across_block(S sum) const {
-    sum = across_lanes(sum);
-    if (kThreads == kWarp) return sum;
-    S* const warp_sums = next_buffer<S>();
-    if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = sum;
-    __syncthreads();
-    return across_warps(warp_sums);
-  }
-
-  const Inversion& call_;
+  const Call& call_;
   const int n_;
-  Exchange& exchange_;
+  Shared& exchange_;
   double* const shared_;
   mutable int turn_ = 0;
   double power_ = 1, smallest_ = 0;
@@ -380,13 +434,13 @@ constexpr int resident(Storage storage, bool staged) {
   return staged && storage == Storage::kNone ? kMostThreads : 512;
 }
 
-template <int kThreads, int kItems, Storage kStorage, bool kStaged, bool kUpdate>
+template <int kThreads, int kItems, Storage kStorage, bool kStaged, Op kOp>
 __global__ __launch_bounds__(kThreads, resident(kStorage, kStaged) / kThreads) void invert_kernel(
     const __grid_constant__ Inversion call) {
   const int64_t b = blockIdx.x;
-  BlockRow<kThreads, kItems, kStorage, kStaged, kUpdate> row(call);
+  BlockRow<kThreads, kItems, kStorage, kStaged, kOp> row(call);
   Outcome outcome;
-  if constexpr (kUpdate) {
+  if constexpr (kOp == Op::kUpdate) {
     outcome = update_row(row, call.n, call.eps);
   } else {
     outcome = invert_row(row, call.n, {call.rms.at(b, 0), call.eps}, extent_of(row));
@@ -398,15 +452,50 @@ __global__ __launch_bounds__(kThreads, resident(kStorage, kStaged) / kThreads) v
   }
 }
 
-// row_bytes: of the row in shared memory; most: the shared memory that a block may have.
+// The first half of the blocks takes the rows without the context, which take longer.
 template <int kThreads, int kItems, Storage kStorage, bool kStaged>
-cudaError_t launch(const Inversion& call, cudaStream_t stream, int64_t row_bytes, int most) {
-  const auto kernel = call.delta.data ? invert_kernel<kThreads, kItems, kStorage, kStaged, true>
-                                      : invert_kernel<kThreads, kItems, kStorage, kStaged, false>;
+__global__ __launch_bounds__(kThreads, 512 / kThreads) void record_kernel(
+    const __grid_constant__ NormRecording call) {
+  const int64_t b = blockIdx.x;
+  if (b >= call.rows) {
+    const int64_t m = b - call.rows;
+    write_norm<kThreads>(
+        call, m, reinterpret_cast<RecordingExchange*>(shared_memory)->partials,
+        [&](int k) { return rounded(call.y_dtype, static_cast<float>(call.context.at(m, k))); },
+        [&](int k) { return static_cast<float>(call.scale.at(0, k)) + call.offset; });
+    return;
+  }
+  BlockRow<kThreads, kItems, kStorage, kStaged, Op::kRecord> row(call);
+  row.record_matrix();
+  const Outcome outcome = update_row(row, call.n, call.eps);
+  if (threadIdx.x == 0) call.status[b] = outcome.status;
+  row.write_output();
+}
+
+template <int kThreads, int kItems, Storage kStorage, bool kStaged>
+auto kernel_for(const Inversion& call) {
+  return call.delta.data ? invert_kernel<kThreads, kItems, kStorage, kStaged, Op::kUpdate>
+                         : invert_kernel<kThreads, kItems, kStorage, kStaged, Op::kInvert>;
+}
+template <int kThreads, int kItems, Storage kStorage, bool kStaged>
+auto kernel_for(const NormRecording&) {
+  return record_kernel<kThreads, kItems, kStorage, kStaged>;
+}
+
+template <class Call>
+constexpr bool kRecords = std::is_same_v<Call, NormRecording>;
+template <class Call>
+constexpr int64_t kExchangeBytes =
+    sizeof(std::conditional_t<kRecords<Call>, RecordingExchange, Exchange>);
+
+// row_bytes: of the row in shared memory; most: the shared memory that a block may have.
+template <int kThreads, int kItems, Storage kStorage, bool kStaged, class Call>
+cudaError_t launch(const Call& call, cudaStream_t stream, int64_t row_bytes, int most) {
+  const auto kernel = kernel_for<kThreads, kItems, kStorage, kStaged>(call);
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(call.rows));
+  config.gridDim = dim3(static_cast<unsigned>(kRecords<Call> ? 2 * call.rows : call.rows));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(Exchange) + row_bytes;
+  config.dynamicSmemBytes = kExchangeBytes<Call> + row_bytes;
   config.stream = stream;
   if (config.dynamicSmemBytes > 48 * 1024) {  // what every kernel may have
     // Always the same limit: another host thread may set it for a shorter row before this launch.
@@ -423,7 +512,8 @@ bool is_fp64(const Matrix& x) { return x.data && x.dtype == DType::kFp64; }
 
 // The kernel depends on n, the device, the call and whether an input is fp64, so that a row's bits
 // do not depend on the batch.
-cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t stream) {
+template <class Call>
+cudaError_t launch_for(const Call& call, int32_t device, cudaStream_t stream) {
   int block_limit = 0, multiprocessor_limit = 0;
   cudaError_t error =
       cudaDeviceGetAttribute(&block_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -432,7 +522,7 @@ cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t strea
                                    cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
   const auto fits = [=](int64_t bytes, int blocks) {
-    const int64_t needed = bytes + static_cast<int64_t>(sizeof(Exchange));
+    const int64_t needed = bytes + kExchangeBytes<Call>;
     return needed <= block_limit && blocks * (needed + kReserved) <= multiprocessor_limit;
   };
   const auto run = [&](auto kernel, int64_t bytes) {
@@ -444,27 +534,33 @@ cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t strea
   const int64_t staged =
       std::max<int64_t>(call.n, 512) * (update ? 3 : 2) * static_cast<int64_t>(sizeof(float));
   if (!wide && fits(staged, 1)) {
-    if (call.n <= 128) return run(launch<32, 4, Storage::kRegisters, true>, staged);
-    if (call.n <= 1024) return run(launch<256, 4, Storage::kRegisters, true>, staged);
-    if (call.n <= 2048) return run(launch<512, 4, Storage::kRegisters, true>, staged);
-    if (call.n <= 3072) return run(launch<512, 6, Storage::kRegisters, true>, staged);
-    if (call.n <= 4096) return run(launch<512, 8, Storage::kRegisters, true>, staged);
+    if (call.n <= 128) return run(launch<32, 4, Storage::kRegisters, true, Call>, staged);
+    if (call.n <= 1024) return run(launch<256, 4, Storage::kRegisters, true, Call>, staged);
+    if (call.n <= 2048) return run(launch<512, 4, Storage::kRegisters, true, Call>, staged);
+    if constexpr (!kRecords<Call>) {
+      if (call.n <= 3072) return run(launch<512, 6, Storage::kRegisters, true, Call>, staged);
+    }
+    if (call.n <= 4096) return run(launch<512, 8, Storage::kRegisters, true, Call>, staged);
     // With several rows on a multiprocessor, one computes while another waits for its sums.
-    if (fits(staged, 2)) return run(launch<256, 4, Storage::kNone, true>, staged);
-    return run(launch<512, 4, Storage::kNone, true>, staged);
+    if constexpr (!kRecords<Call>) {
+      if (fits(staged, 2)) return run(launch<256, 4, Storage::kNone, true, Call>, staged);
+    }
+    return run(launch<512, 4, Storage::kNone, true, Call>, staged);
   }
-  if (call.n <= 256) return run(launch<32, 8, Storage::kRegisters, false>, 0);
-  if (call.n <= 2048) return run(launch<256, 8, Storage::kRegisters, false>, 0);
-  if (call.n <= 4096) return run(launch<512, 8, Storage::kRegisters, false>, 0);
-  const int64_t terms = 2 * call.n * static_cast<int64_t>(sizeof(double));
-  if (fits(terms, 2)) return run(launch<256, 4, Storage::kShared, false>, terms);
-  if (fits(terms, 1)) return run(launch<512, 4, Storage::kShared, false>, terms);
-  return run(launch<512, 4, Storage::kNone, false>, 0);
+  if constexpr (!kRecords<Call>) {  // its inputs are narrow
+    if (call.n <= 256) return run(launch<32, 8, Storage::kRegisters, false, Call>, 0);
+    if (call.n <= 2048) return run(launch<256, 8, Storage::kRegisters, false, Call>, 0);
+    if (call.n <= 4096) return run(launch<512, 8, Storage::kRegisters, false, Call>, 0);
+    const int64_t terms = 2 * call.n * static_cast<int64_t>(sizeof(double));
+    if (fits(terms, 2)) return run(launch<256, 4, Storage::kShared, false, Call>, terms);
+    if (fits(terms, 1)) return run(launch<512, 4, Storage::kShared, false, Call>, terms);
+  }
+  return run(launch<512, 4, Storage::kNone, false, Call>, 0);
 }
 
-}  // namespace
-
-const char* invert_rows(const Inversion& call, int32_t device, void* stream) {
+// Returns null, or the error.
+template <class Call>
+const char* run_on(const Call& call, int32_t device, void* stream) {
   int current = device;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
@@ -473,6 +569,16 @@ const char* invert_rows(const Inversion& call, int32_t device, void* stream) {
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // clears the error, which the next caller would take for its own
   return cudaGetErrorString(error);
+}
+
+}  // namespace
+
+const char* invert_rows(const Inversion& call, int32_t device, void* stream) {
+  return run_on(call, device, stream);
+}
+
+const char* record_norm(const NormRecording& call, int32_t device, void* stream) {
+  return run_on(call, device, stream);
 }
 
 }  // namespace icl_patch::cuda

@@ -21,12 +21,13 @@ from icl_patch.ops.linear import (
 )
 from icl_patch.ops.norms import NormPair, norm_pair, rms_norm, rms_normalize
 from icl_patch.ops.reference import InversionStatus, RMSNormInverse
-from icl_patch.ops.stable_update import StableScale, stable_scale
+from icl_patch.ops.stable_update import NormRecord, StableScale, record_norm, stable_scale
 
 __all__ = [
     "Direction",
     "InversionStatus",
     "NormPair",
+    "NormRecord",
     "RMSNormInverse",
     "StableScale",
     "add_low_rank",
@@ -45,6 +46,7 @@ __all__ = [
     "read_direction",
     "record_linear",
     "record_linears",
+    "record_norm",
     "rms_norm",
     "rms_normalize",
     "rotary_embedding",

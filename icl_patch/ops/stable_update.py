@@ -1,16 +1,21 @@
-"""The formula of the stable update: how the norm behind the MLP and its scale change.
+"""The formula of the stable update: how the norm behind the MLP and its scale change. And that
+norm for both streams of a recording.
 
-The native library computes it in csrc/common/rmsnorm_inverse.h.
+The native library computes the update in csrc/common/rmsnorm_inverse.h.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from icl_patch.checks import check_stable_scale
-from icl_patch.ops import native
-from icl_patch.ops.dispatch import native_serves
+from icl_patch.checks import check_record_norm, check_stable_scale
+from icl_patch.ops import dispatch, native
+from icl_patch.ops.direction import Direction, read_direction
+from icl_patch.ops.dispatch import Op, native_serves
+from icl_patch.ops.linear import add_low_rank
+from icl_patch.ops.norms import rms_norm
 from icl_patch.ops.reference import InversionStatus, accumulation_dtype, invert_rmsnorm
 
 _stable_scale = native.op("stable_scale", check_stable_scale.results)
@@ -106,3 +111,96 @@ def reference_stable_scale(
         status=inverse.status.masked_fill(unchanged, int(InversionStatus.EASY)),
         evaluations=inverse.evaluations.masked_fill(unchanged, 0),
     )
+
+
+class NormRecord(NamedTuple):
+    """y_pair (2M, d), both streams' outputs of the norm; u (M, d) fp32, the direction of h, and
+    new_scale (M, d) fp32, the patch; status (M,) int8, of the inversion.
+    """
+
+    y_pair: Tensor
+    u: Tensor
+    direction: Direction
+    new_scale: Tensor
+    status: Tensor
+
+
+def record_norm(
+    y_pair: Tensor,
+    h: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    out_dtype: torch.dtype | None = None,
+    scale_offset: float = 0.0,
+    cast_first: bool = True,
+) -> NormRecord:
+    """Both streams through the norm behind ``y = W h``, and the stable update between them:
+    ``m ⊙ Norm(y_ctx)`` and ``m' ⊙ Norm(y + (h·v) u) ≈ delta + m ⊙ Norm(y)``, with ``m = o + w``, u
+    and m' of :func:`stable_scale` and ``v = h/‖h‖²``.
+
+    On CUDA this is one launch.
+
+    Args:
+        y_pair: (2M, d) float, the outputs of W: M rows of the context stream, then M of the reduced
+            stream; in fp32 before their rounding where a replay adds u before it rounds.
+        h: (M, K) float, the input of W in the reduced stream.
+        delta: (M, d) float, the change of the norm's output.
+        weight: w, (d,), any float dtype.
+        eps, scale_offset, cast_first: as for :func:`rms_norm`.
+        out_dtype: the model's dtype, to which y and the results are rounded; y_pair's by default.
+
+    Returns:
+        NormRecord(y_pair, u, direction, new_scale, status), with the bits of
+        :func:`read_direction`, :func:`stable_scale`, :func:`add_low_rank` and :func:`rms_norm` one
+        after the other, the new scale rounded to fp32; on CUDA those of a replay. The result is
+        not differentiable.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or ``eps`` does not fit.
+
+    Source: Goldwaser et al. (2025), Appendix B.
+    """
+    dtype = out_dtype or y_pair.dtype
+    y, u, v, inverse_norm2, new_scale, status = _record_norm(
+        y_pair, h, delta, weight, eps, dtype, scale_offset, cast_first
+    )
+    return NormRecord(y, u, Direction(v, inverse_norm2), new_scale, status)
+
+
+def reference_record_norm(
+    y_pair: Tensor,
+    h: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    scale_offset: float = 0.0,
+    cast_first: bool = True,
+) -> tuple[Tensor, ...]:
+    """:func:`record_norm` by the other ops."""
+    context, plain = y_pair.chunk(2)
+    scale = weight.to(accumulation_dtype(weight)) + scale_offset
+    direction = read_direction(h)
+    update = stable_scale(delta, scale, plain, eps)
+    y = add_low_rank(plain, h, update.u, direction.v, out_dtype=dtype)
+    new_scale = update.new_scale.float()
+    rows = [
+        rms_norm(x, m, eps, cast_first=cast_first)
+        for x, m in ((context.to(dtype), scale), (y, new_scale))
+    ]
+    v, inverse_norm2, _ = direction
+    return torch.cat(rows), update.u, v, inverse_norm2, new_scale, update.status
+
+
+_record_norm = Op(
+    "record_norm",
+    check_record_norm,
+    reference_record_norm,
+    # it adds up as the native products do on the CPU, and as Triton's do on CUDA
+    native_if=lambda *_: dispatch.backend == "auto",
+    triton_if=lambda y_pair, *_: y_pair.is_cuda and native_serves("cuda"),
+    triton=lambda _kernels, *args: torch.ops.icl_patch.record_norm.default(*args),
+)

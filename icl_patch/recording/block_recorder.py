@@ -300,23 +300,11 @@ class BlockRecorder:
         inverse = self.unflat(direction.inverse_norm2)
         self.refuse_zero(inverse, u)
         self.keep(layer, u=u, v=v)
-        return self._add_stable(layer, own, y, direction, dtype)
-
-    def _add_stable(
-        self,
-        layer: PatchedLinear,
-        h: Tensor,
-        y: Tensor,
-        _direction: ops.Direction,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """``y + u (v·h)`` (B, T, N) with the factors of ``layer``, which it may still correct."""
-        u, v = self._factors[layer, "u"], self._factors[layer, "v"]
-        patched = add_to_writer(layer, y, h, u, v, dtype)
+        patched = add_to_writer(layer, y, own, u, v, dtype)
         if self.exact:
             u = self.zero_padding(u + block_math.off_zero(patched, y, self.addend))
             self.keep(layer, u=u)
-            patched = add_to_writer(layer, y, h, u, v, dtype)
+            patched = add_to_writer(layer, y, own, u, v, dtype)
         return patched
 
     def _invert_norm(self, hidden_down: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from icl_patch import ops
+from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import like_rows_of, rows_of
 from icl_patch.layers.rms_norm import PatchedRMSNorm
@@ -132,11 +133,30 @@ class DecodeRecorder(BlockRecorder):
         self.note("reader_pair", pair, u)
 
 
+class BeforeNorm(NamedTuple):
+    """An output matrix whose output a norm reads: the module, its input (B, K) without the context,
+    and both streams' plain output (2B, d), which is to be rounded to ``dtype``.
+    """
+
+    layer: PatchedLinear
+    h: Tensor
+    plain: Tensor
+    dtype: torch.dtype
+
+
 class InexactDecodeRecorder(DecodeRecorder):
     """The recorder of a step of the direct or stable update."""
 
+    _before_norm: BeforeNorm | None = None
+
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
-        """The output matrix's output; a weight writer's in one product, which reads W once."""
+        """The output matrix's output; a weight writer's in one product, which reads W once. The
+        plain output where :meth:`norm` computes all that is behind it.
+        """
+        if self._ends_in_norm(layer, h):
+            plain, dtype = layer.plain(h, self.rows)
+            self._before_norm = BeforeNorm(layer, rows_of(h)[self.rows :], rows_of(plain), dtype)
+            return plain
         linear = layer.linear_map(h)
         if self.spec.writer is not Writer.WEIGHT or self.spec.mixer or linear is None:
             return super().down(layer, h)
@@ -157,18 +177,38 @@ class InexactDecodeRecorder(DecodeRecorder):
         )
         return like_rows_of(h, output)
 
-    def _add_stable(
-        self,
-        layer: PatchedLinear,
-        h: Tensor,
-        y: Tensor,
-        direction: ops.Direction,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        if not self.for_inductor:
-            return super()._add_stable(layer, h, y, direction, dtype)
-        assert direction.coeff is not None
-        return (y + self.unflat(direction.coeff) * self._factors[layer, "u"]).to(dtype)
+    def _ends_in_norm(self, layer: PatchedLinear, h: Tensor) -> bool:
+        """Whether the norm of a stable update reads the output of ``layer`` and nothing else, in
+        dtypes that :func:`icl_patch.ops.record_norm` computes in one launch.
+        """
+        norm = self.block.post_norm
+        if norm is None or self.update != "stable" or self.spec.addend or layer.group is not None:
+            return False
+        return torch.float64 not in (h.dtype, weight_of(norm.base_layer).dtype)
+
+    def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+        """Both streams' outputs, with the matrix and the scale of the update."""
+        if self._before_norm is None:
+            return super().norm(layer, x)
+        down, h, plain, dtype = self._before_norm
+        found = ops.record_norm(
+            plain,
+            h,
+            rows_of(self.writer_target()),
+            weight_of(layer.base_layer),
+            layer.eps,
+            out_dtype=dtype,
+            scale_offset=layer.scale_offset,
+            cast_first=layer.cast_first,
+        )
+        u, v, inverse, new_scale, status = map(
+            self.unflat, (found.u, *found.direction[:2], found.new_scale, found.status)
+        )
+        self.note("inversion", status)
+        self.refuse_zero(inverse, u)
+        self.keep(down, u=u, v=v)
+        self.keep(layer, new_scale=new_scale)
+        return like_rows_of(x, found.y_pair)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,8 @@ from dataclasses import fields
 import pytest
 import torch
 from support.inversion import LAYOUTS, ROOT_ULP, check_rows, mixed_rows, same_rows
-from support.numeric import every_dtype, normal, on_a_gpu, same_bits, seeded
+from support.norm_recording import EPS, FORMS, random_rows, replayed
+from support.numeric import UNIT, every_dtype, every_narrow, normal, on_a_gpu, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import ops
@@ -92,6 +93,28 @@ def test_strides_do_not_show(n: int, layout: str, dtype: torch.dtype) -> None:
         assert same_rows(stable, ops.stable_scale(g, scale, h, 0.1))
     expanded = ops.invert_rmsnorm(g[1].expand(5, n), m[1].expand(5, n), rms[:1].expand(5))
     assert same_rows(expanded, ops.invert_rmsnorm(g[1].repeat(5, 1), m[1], rms[:1].repeat(5)))
+
+
+@every_narrow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n", [1, 129, 1025, 2560, 5376, 20_000])
+def test_a_recorded_norm(n: int, form: str, dtype: torch.dtype) -> None:
+    """The bits of its replay, and the numbers of the native op on the CPU."""
+    offset, cast_first = FORMS[form]
+    options: dict = {"out_dtype": dtype, "scale_offset": offset, "cast_first": cast_first}
+    given = random_rows(4, n, 2 * n + 1, dtype)
+    on_device = tuple(x.cuda() for x in given)
+    found, expected = (ops.record_norm(*of, EPS, **options) for of in (on_device, given))
+    assert same_bits(found.y_pair, replayed(on_device, found, form))
+    assert torch.equal(found.status.cpu(), expected.status)
+    for name in ("u", "new_scale"):
+        got, want = getattr(found, name).cpu(), getattr(expected, name)
+        size = want.nan_to_num().abs().amax(1, keepdim=True)
+        near = (got - want).abs() <= 4 * UNIT[torch.float32] * size
+        assert near.logical_or(want.isnan()).all()
+    v, inverse_norm2, _ = ops.read_direction(on_device[1])
+    torch.testing.assert_close(found.direction.v, v, rtol=2.0**-22, atol=0)
+    torch.testing.assert_close(found.direction.inverse_norm2, inverse_norm2, rtol=2.0**-22, atol=0)
 
 
 def test_of_nothing() -> None:

@@ -167,6 +167,23 @@ ERRORS = {
             ({"eps": float("inf")}, ValueError, "expected a finite eps ≥ 0, got inf"),
         ],
     ),
+    ops.record_norm: (
+        {
+            "y_pair": ONES(4, 5),
+            "h": ONES(2, 3),
+            "delta": ONES(2, 5),
+            "weight": ONES(5),
+            "eps": 1e-6,
+        },
+        [
+            ({"y_pair": ONES(5, 5)}, ValueError, "expected the rows of two streams, got 5"),
+            ({"h": ONES(3, 3)}, ValueError, "expected delta (M, d), 2M = 4, d = 5, M = 3"),
+            ({"delta": ONES(2, 6)}, ValueError, "expected delta (M, d), 2M = 4, d = 5, M = 2"),
+            ({"weight": ONES(2, 5)}, ValueError, "expected weight (d), "),
+            ({"h": INTS}, TypeError, FLOATING.format("h", "int32")),
+            ({"eps": -1.0}, ValueError, "expected a finite eps ≥ 0, got -1.0"),
+        ],
+    ),
     ops.read_direction: (
         {"z": ONES(2, 3)},
         [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.compiled import address, compiled, needs_compiler
+from support.compiled import DTYPES, address, apart, compiled, needs_compiler
 from support.inversion import check_rows
 from support.numeric import ULP, normal, seeded
 from support.rows import ROWS, rows_of
@@ -19,7 +19,6 @@ from icl_patch.ops import reference
 from icl_patch.ops.stable_update import reference_stable_scale
 
 pytestmark = needs_compiler
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # in the order of DType
 # bytes of shared memory: two long rows fit there, or one (of fp32), or it is read again each time
 PLENTY, ENOUGH, JUST_ENOUGH, LITTLE = 1 << 18, 100_000, 50_000, 1 << 10
 Invert = Callable[..., reference.RMSNormInverse]
@@ -29,13 +28,6 @@ Invert = Callable[..., reference.RMSNormInverse]
 def invert() -> Invert:
     """It takes 16 seconds to compile."""
     return functools.partial(invert_rows, compiled("cuda_on_cpu", "-O1", "-ffp-contract=off"))
-
-
-def apart(x: Tensor, column: int) -> Tensor:
-    """x with a number in every ``column``-th place, and NaN between and behind them."""
-    spread = torch.full((x.numel() * max(column, 1),), torch.nan, dtype=x.dtype)
-    spread[column * torch.arange(x.numel())] = x.flatten()
-    return spread
 
 
 def invert_rows(

@@ -45,6 +45,7 @@ COMPILED = [
     "coefficients K = 5376",
     "direction K = 5376",
     "add_low_rank N = 5376",
+    "add_low_rank N = 5376, with coefficients",
     "norm_pair Gemma, d = 5376",
     "norm_pair Llama, d = 576",
     "norm_pair Llama, d = 4096",

@@ -8,10 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # in the order of DType
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
@@ -38,3 +40,10 @@ def compiled(name: str, *flags: str) -> ctypes.CDLL:
 
 def address(x: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def apart(x: Tensor, column: int) -> Tensor:
+    """x with a number in every ``column``-th place, and NaN between and behind them."""
+    spread = torch.full((x.numel() * max(column, 1),), torch.nan, dtype=x.dtype)
+    spread[column * torch.arange(x.numel())] = x.flatten()
+    return spread

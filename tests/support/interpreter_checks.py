@@ -10,10 +10,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import interpreter, op_calls
+from support import interpreter, norm_recording, op_calls
 from support.backend_checks import check_model, check_readers_share_a_launch
+from support.compiled import needs_compiler
 from support.guard_pages import status_of_child
+from support.numeric import same_bits
 
+from icl_patch import ops
 from icl_patch.bench import tuning
 from icl_patch.kernels.runtime.config import Config
 from icl_patch.ops import dispatch
@@ -99,3 +102,20 @@ def test_a_tuned_configuration_is_checked(
     monkeypatch.setattr(tuning, "launch_linear", launch)
     with pytest.raises(AssertionError, match=said):
         tuning.check(weight, operands, config)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", norm_recording.FORMS)
+def test_a_recorded_norm_has_the_bits_of_its_replay(form: str) -> None:
+    """The CUDA kernel adds up as the kernels here do, which a replay runs. In bf16 the interpreter
+    cuts off.
+    """
+    sizes = ((1, 1, 1), (3, 48, 72), (3, 129, 2049), (1, 1152, 6912), (1, 2560, 100), (1, 4097, 9))
+    for rows, d, k in sizes:
+        for dtype in (torch.float32, torch.float16) if rows == 3 else (torch.float32,):
+            given = norm_recording.random_rows(rows, d, k, dtype)
+            found = norm_recording.on_fibers(given, form)
+            assert same_bits(found.y_pair, norm_recording.replayed(given, found, form))
+            v, inverse_norm2, _ = ops.read_direction(given[1])
+            assert same_bits(v, found.direction.v)
+            assert same_bits(inverse_norm2, found.direction.inverse_norm2)

@@ -25,9 +25,11 @@ from support.row_ops import unit
 from torch import Tensor
 
 from icl_patch import kernels
+from icl_patch.kernels.ops import low_rank
 from icl_patch.kernels.ops.coefficients import plan_coefficients
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
+from icl_patch.kernels.runtime import launching
 from icl_patch.kernels.runtime.config import Config, config_for
 from icl_patch.kernels.runtime.launching import INTERPRETED
 
@@ -303,20 +305,27 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
         for of in itertools.product(SOME.values(), ("row", "shared", "pool"))
     ],
 )
-def test_the_low_rank_term_alone(dtype: torch.dtype, layout: str) -> None:
+def test_the_low_rank_term_alone(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: str
+) -> None:
     """On the plain map before its rounding it has the bits of the whole, whichever way the
-    coefficients are summed there.
+    coefficients are summed here and there.
     """
     for rows in (3, 18) if layout == "pool" else (3,):
         # more than a block has, or not
         many = rows == 3 and layout == "pool" and dtype == torch.bfloat16
-        n = 600 if many or not INTERPRETED else 70
+        n = 1100 if many or not INTERPRETED else 70
         case = linear_case(layout, (rows, n, 70), 2, dtype)
         plain = kernels.patched_linear(**case.plain, out_dtype=torch.float32)
         parts = {"u": in_gaps(case.u), "v": case.v, "index": case.index}
         for out_dtype in {dtype} if many and INTERPRETED else {torch.float32, dtype}:
-            out = kernels.add_low_rank(in_gaps(plain), case.z, **parts, out_dtype=out_dtype)
-            assert same_bits(out, kernels.patched_linear(**case.arguments, out_dtype=out_dtype))
+            expected = kernels.patched_linear(**case.arguments, out_dtype=out_dtype)
+            for again in (low_rank._MOST_AGAIN, -1):
+                launching._launches.clear()
+                with monkeypatch.context() as patched:
+                    patched.setattr(low_rank, "_MOST_AGAIN", again)
+                    out = kernels.add_low_rank(in_gaps(plain), case.z, **parts, out_dtype=out_dtype)
+                assert same_bits(out, expected)
     if layout == "pool":
         nowhere = torch.full((len(plain),), -1, device=DEVICE)
         nothing = kernels.add_low_rank(plain, case.z, case.u[:0], case.v[:0], index=nowhere)

@@ -67,6 +67,30 @@ def row_offsets(SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def coefficient(
+    z_ptr,
+    v_ptr,
+    stride_zk,
+    stride_vk,
+    stop,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """``z·v`` (1,) of the first ``stop`` elements of two rows."""
+    first = row_offsets(SEGMENTS, LANES)
+    partial = tl.zeros((SEGMENTS, LANES), tl.float32)
+    for j in tl.range(0, STEPS, UNROLL):
+        for i in tl.static_range(UNROLL):
+            offs_k = first + (j + i) * LANES
+            mask = offs_k < stop
+            z = tl.load(z_ptr + offs_k * stride_zk, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + offs_k * stride_vk, mask=mask, other=0.0).to(tl.float32)
+            partial = tl.fma(z, v, partial)
+    return pair_sum(add_segments(partial, SEGMENTS), LANE_BITS)
+
+
+@triton.jit
 def _coefficient_kernel(
     z_ptr,
     v_ptr,
@@ -89,21 +113,10 @@ def _coefficient_kernel(
     row = m
     if HAS_INDEX:
         row = tl.load(index_ptr + m).to(tl.int64)
-    stop = tl.where(row >= 0, K, 0)
-    first = row_offsets(SEGMENTS, LANES)
-    partial = tl.zeros((SEGMENTS, LANES), tl.float32)
-    for j in tl.range(0, STEPS, UNROLL):
-        for i in tl.static_range(UNROLL):
-            offs_k = first + (j + i) * LANES
-            mask = offs_k < stop
-            z = tl.load(z_ptr + m * stride_zm + offs_k * stride_zk, mask=mask, other=0.0).to(
-                tl.float32
-            )
-            v = tl.load(
-                v_ptr + row * stride_vm + r * stride_vr + offs_k * stride_vk, mask=mask, other=0.0
-            ).to(tl.float32)
-            partial = tl.fma(z, v, partial)
-    total = pair_sum(add_segments(partial, SEGMENTS), LANE_BITS)
+    total = coefficient(
+        z_ptr + m * stride_zm, v_ptr + row * stride_vm + r * stride_vr, stride_zk, stride_vk,
+        tl.where(row >= 0, K, 0), STEPS, UNROLL, SEGMENTS,
+    )  # fmt: skip
     tl.store(coeff_ptr + pid + tl.arange(0, 1), total)
 
 

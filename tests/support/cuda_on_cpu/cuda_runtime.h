@@ -119,13 +119,14 @@ inline void __syncthreads() {
   emulated::wait(emulated::block->all, emulated::block->fibers.size());
 }
 
-inline double __shfl_xor_sync(unsigned, double value, int distance) {
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int distance) {
   emulated::Block& block = *emulated::block;
   const unsigned thread = block.current;
   emulated::Barrier& warp = block.warps[thread / emulated::kWarp];
   block.exchanged[thread] = value;
   emulated::wait(warp, emulated::kWarp);
-  const double other = block.exchanged[thread ^ distance];
+  const T other = static_cast<T>(block.exchanged[thread ^ distance]);
   emulated::wait(warp, emulated::kWarp);
   return other;
 }
