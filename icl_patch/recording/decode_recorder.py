@@ -154,7 +154,7 @@ class InexactDecodeRecorder(DecodeRecorder):
         plain output where :meth:`norm` computes all that is behind it.
         """
         if self._ends_in_norm(layer, h):
-            plain, dtype = layer.plain(h, self.rows)
+            plain, dtype = layer.unpatched_output(h, self.rows)
             self._before_norm = BeforeNorm(layer, rows_of(h)[self.rows :], rows_of(plain), dtype)
             return plain
         linear = layer.linear_map(h)
