@@ -17,9 +17,9 @@ from icl_patch.patch.serialization import UPDATES
 
 @pytest.fixture(scope="module")
 def training_text() -> str:
-    """Twenty thousand of the documents that training draws."""
+    """Five thousand of the documents that training draws."""
     rng = random.Random(0)
-    return "\x00".join(tasks.training_document(rng)[0] for _ in range(20_000))
+    return "\x00".join(tasks.training_document(rng)[0] for _ in range(5_000))
 
 
 @pytest.mark.parametrize("kind", embedded.KINDS)
@@ -42,9 +42,9 @@ def test_training_is_deterministic() -> None:
 
 
 def right_answers(kind: str, with_context: bool) -> float:
-    """The share of 100 held-out prompts to which the shipped model gives the whole answer."""
+    """The share of 60 held-out prompts to which the shipped model gives the whole answer."""
     model, tokenizer = embedded.load()
-    prompts = embedded.held_out_prompts(kind, 100)
+    prompts = embedded.held_out_prompts(kind, 60)
     texts = [prompt.context * with_context + prompt.question for prompt in prompts]
     ids, mask = encode_contexts(tokenizer, texts)
     out = model.generate(ids, attention_mask=mask.long(), max_new_tokens=24, do_sample=False)
