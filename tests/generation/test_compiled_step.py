@@ -60,7 +60,7 @@ def same(
         assert metrics.linf(step.logits, other.logits).max() <= limit
 
 
-IN_BOTH_MODES = ("gpt2", "qwen3_moe")  # of the others two streams are a stress test
+IN_BOTH_MODES = ("qwen3_moe",)  # of the others two streams are a stress test
 EVERY_MODE = [
     pytest.param(
         family,
@@ -125,9 +125,8 @@ def replays_bit_for_bit(patcher: ContextPatcher, ids: Tensor, **arguments: Any) 
         assert torch.equal(patcher.forward(alone.kept_ids, alone)[:, -1], step.logits[:1])
 
 
-# the others in fp32 run with the stress tests, and the whole compiler
-EXACT = [*itertools.product(("gemma3", "gpt2"), (torch.float32, torch.bfloat16))]
-EXACT += itertools.product(("opt-post-norm", "phi3", "qwen2_moe"), [torch.bfloat16])
+EXACT = [("gemma3", torch.float32)]
+EXACT += itertools.product(("gpt2", "opt-post-norm", "phi3", "qwen2_moe"), [torch.bfloat16])
 
 
 @pytest.mark.parametrize(("family", "dtype"), EXACT, ids=str)
@@ -311,11 +310,10 @@ def test_what_cannot_be_compiled() -> None:
         with pytest.raises(UnsupportedModelError, match="compile does not cover XGLMForCausalLM"):
             steps_of(patcher, ids, compile=True)
         same(patcher, steps_of(patcher, ids), before)
-    for dtype in (torch.float32, torch.bfloat16):
-        expected = "does not cover Llama4ForCausalLM: these experts: the host reads how many"
-        refusal = pytest.raises(UnsupportedModelError, match=expected)
-        with ContextPatcher(tiny_models.build("llama4", 0, dtype), "stable") as patcher, refusal:
-            patcher.generate(tokens(0, 1, 5), compile=True)
+    expected = "does not cover Llama4ForCausalLM: these experts: the host reads how many"
+    refusal = pytest.raises(UnsupportedModelError, match=expected)
+    with ContextPatcher(shallow("llama4"), "stable") as patcher, refusal:
+        patcher.generate(tokens(0, 1, 5), compile=True)
     with torch.inference_mode():
         model = build("llama")
     with ContextPatcher(model, "stable") as patcher:

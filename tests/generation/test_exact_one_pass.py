@@ -36,7 +36,9 @@ CASES = [
         "shared_cache",
         marks=[] if family in chosen and family not in SAME_FORM else pytest.mark.stress,
     )
-    for dtype, chosen in zip(DTYPES, (("llama", "olmo2"), FAMILIES, ("gemma3", "gpt2")), strict=True)
+    for dtype, chosen in zip(
+        DTYPES, (("llama", "olmo2"), FAMILIES, ("gemma3", "gpt2")), strict=True
+    )
     for family in FAMILIES
 ]
 # Blocks beside their attention, whose terms are added in two orders, or that go on from their sum.

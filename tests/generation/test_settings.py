@@ -56,19 +56,26 @@ def both() -> Any:
         yield patcher, twin
 
 
+@pytest.fixture(scope="module")
+def plain(both: Any) -> Tensor:
+    """What the model says without settings."""
+    return generated(both[1], GenerationConfig(**ENDS))
+
+
+def generated(model: Any, config: GenerationConfig) -> Tensor:
+    model.generation_config = config
+    return model.generate(IDS, attention_mask=torch.ones_like(IDS))[:, IDS.shape[1] :]
+
+
 @pytest.mark.parametrize("name", SERVED)
-def test_what_stands_in_the_models_configuration_holds(name: str, both: Any) -> None:
+def test_what_stands_in_the_models_configuration_holds(name: str, both: Any, plain: Tensor) -> None:
     patcher, twin = both
-    settings = ENDS | SERVED[name]
-    for model in (patcher.model, twin):
-        model.generation_config = GenerationConfig(**settings)
     torch.manual_seed(3)
-    expected = twin.generate(IDS, attention_mask=torch.ones_like(IDS))[:, IDS.shape[1] :]
+    expected = generated(twin, GenerationConfig(**ENDS | SERVED[name]))
+    patcher.model.generation_config = GenerationConfig(**ENDS | SERVED[name])
     torch.manual_seed(3)
     steps = list(patcher.generate(IDS, mode="two_pass"))
     assert torch.equal(token_ids(steps), expected)
-    twin.generation_config = GenerationConfig(**ENDS)
-    plain = twin.generate(IDS, attention_mask=torch.ones_like(IDS))[:, IDS.shape[1] :]
     none = ("use_cache", "static cache", "hybrid cache", "prefill_chunk_size", "beams' own")
     assert torch.equal(plain, expected) is (name in none)
 

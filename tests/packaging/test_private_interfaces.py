@@ -38,7 +38,9 @@ def used_names(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def test_the_page_lists_them_with_tests_that_are_there() -> None:
-    files = (x for name in ("icl_patch", "triton_kernels") for x in (REPOSITORY / name).rglob("*.py"))
+    files = (
+        x for name in ("icl_patch", "triton_kernels") for x in (REPOSITORY / name).rglob("*.py")
+    )
     sources = [file.read_text(encoding="utf-8") for file in files]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     own = {*own_names(nodes)} - {*dir(nn.Module()), *dir(Tensor)} | {"_replace"}  # of a NamedTuple
