@@ -87,7 +87,10 @@ def test_prompts_for_any_model_are_cut_before_the_users_turn() -> None:
     assert {prompt.kind for prompt in demo.prompts_for(tokenizer)} == {"few-shot", "passage"}
 
 
-def test_any_model_answers_with_its_context_without_it_and_patched() -> None:
+def test_any_model_answers_with_its_context_without_it_and_patched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo, "_ANSWER_TOKENS", 6)
     model, tokenizer = embedded.load()
     tokenizer.chat_template = CHAT_ML
     prompts = demo.prompts_for(tokenizer)[::3]  # one of each kind
