@@ -233,20 +233,6 @@ def test_copies_keep_their_promise(tmp_path: Path) -> None:
                     patcher.forward(KEPT, elsewhere(again))
 
 
-@pytest.mark.parametrize("computing", [False, True])
-def test_autocast_around_a_replay_changes_nothing(computing: bool, tmp_path: Path) -> None:
-    """A patch that was computed under it replays under it, and has the limit of its dtype."""
-    with ContextPatcher(shallow("llama")) as patcher:
-        with torch.autocast("cpu", torch.bfloat16, enabled=computing):
-            computed = patcher.compute(IDS, KEPT)
-        patch = loaded(computed, tmp_path, patcher)
-        dtype = torch.bfloat16 if computing else torch.float32
-        assert patch.digest is not None and patch.digest.limit == rounding_limit(dtype)
-        for enabled in (False, True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                assert torch.equal(silent(patcher, patch), computed.logits)
-
-
 # -- decode steps
 
 
