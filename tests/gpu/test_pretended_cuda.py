@@ -16,7 +16,7 @@ FILES = ["gpu/test_generation_gpu.py", "gpu/test_gpu.py", "bench/test_bench_gene
 CHOSEN = (
     "float32 and shared and default or cannot_be_captured or between"
     " or every_way_of and llama or fitted_on_two"
-    " or two_devices and llama and stable or offloaded and cpu and gemma3 and exact or many_rows"
+    " or two_devices and llama and stable or offloaded and cpu and llama and exact or many_rows"
 )
 MORE = (
     "float32 and (streams and compiled or bits_of_its_replay and False)"

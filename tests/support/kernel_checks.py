@@ -38,7 +38,7 @@ from icl_patch.kernels.runtime.launching import INTERPRETED
 # record_linear, read_direction
 
 
-LIGHT = [(torch.float32, 1), (torch.bfloat16, 3), (torch.bfloat16, 18)]
+LIGHT = [(torch.float32, 1), (torch.bfloat16, 3)]
 RECORDED = [
     of if of in LIGHT else heavy(*of) for of in itertools.product(SOME.values(), (1, 3, 8, 18))
 ]
@@ -103,7 +103,7 @@ def test_row_ops(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
 
 @bf16_heavy
 def test_the_coefficients_of_a_direction_are_those_of_a_linear_op(dtype: torch.dtype) -> None:
-    for k in (1, 63, 2500):
+    for k in (63, 2500) if INTERPRETED else (1, 63, 2500):
         hidden = normal(seeded(k), 6, k, dtype=dtype).to(DEVICE)
         z_pair, _, v, _, coeff = kernels.norm_pair(hidden, hidden[0], 1e-5)
         assert same_bits(coeff, coefficients(z_pair[3:], v.unsqueeze(1)))
@@ -154,8 +154,8 @@ def test_signs_that_are_still_to_be_changed() -> None:
 @every_float
 def test_expert_linear(dtype: torch.dtype) -> None:
     sizes = expert_products.SIZES
-    if INTERPRETED:  # of fp32 the larger one: the next test
-        sizes = expert_products.SMALL[: 1 if dtype == torch.float32 else 2]
+    if INTERPRETED:  # the larger one: the next test
+        sizes = expert_products.SMALL[:1]
     expert_products.check_products(kernels.expert_linear, dtype, sizes, DEVICE, cut=INTERPRETED)
 
 
@@ -194,14 +194,14 @@ def operator_calls() -> list[tuple[str, tuple]]:
     ]
 
 
-@pytest.mark.parametrize("number", [heavy(x) if x in (1, 10) else x for x in range(11)])
+@pytest.mark.parametrize("number", [x if x in (0, 5, 8) else heavy(x) for x in range(11)])
 def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name, arguments = operator_calls()[number]
     torch.library.opcheck(getattr(torch.ops.icl_patch, f"triton_{name}").default, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][INTERPRETED:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, heavy(torch.bfloat16)][INTERPRETED:], ids=str)
 def test_a_compiled_graph_launches_for_the_rows_it_has(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
