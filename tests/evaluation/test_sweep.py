@@ -6,6 +6,7 @@ import torch
 import transformers
 from packaging.version import Version
 from support.patchers import refuses
+from support.random_models import of_the_zoo
 
 # What only the sweep has, beside the forms of `icl_patch.evaluation.tiny_models`.
 FORMS = {
@@ -35,7 +36,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model_type", FORMS)
+# each has much of what the zoo's families or another one here have
+SIMILAR = ("flex_olmo", "granitemoehybrid", "axk2", "modernbert-decoder")
+
+
+@pytest.mark.parametrize("model_type", of_the_zoo(FORMS, stress=SIMILAR))
 def test_one_type_of_each_form(model_type: str) -> None:
     """Exact in bf16, with the features of trained weights."""
     model = sweep.build(model_type, {})
