@@ -92,8 +92,8 @@ def test_a_snippet_runs_by_itself_or_says_that_it_does_not() -> None:
 
 @pytest.fixture
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a hundred texts that a fit preserves the first eight."""
-    texts = static.preserved_texts()[:8]
+    """Of a hundred texts that a fit preserves the beginnings of eight: of bytes they are long."""
+    texts = [text[:40] for text in static.preserved_texts()[:8]]
     monkeypatch.setattr(sys.modules[static.fit.__module__], "preserved_texts", lambda: texts)
 
 
