@@ -279,20 +279,6 @@ def test_models_that_are_no_causal_language_models(
         assert said in err
 
 
-def test_compile_without_a_compiler(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(*_: object, **__: object) -> None:
-        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in torch")
-
-    monkeypatch.setattr("icl_patch.generation.traced_step.make_fx", missing)
-    command = ("generate", "--update", "stable", "--compile", "--max-new-tokens", "3", "--json")
-    status, out, _ = run(capsys, *command)
-    error = json.loads(out)["error"]
-    assert (status, error["type"]) == (2, "UnsupportedModelError")
-    assert "No working C++ compiler found" in error["message"]
-
-
 def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "p.safetensors"
     given = ("--keep-first", 6, "--context", "mode up", "--question", "per")
