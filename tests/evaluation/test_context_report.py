@@ -68,7 +68,7 @@ def result() -> ContextReport:
 
 @pytest.fixture(scope="module")
 def hostile() -> ContextReport:
-    return measured(HOSTILE, update="direct", groups=9, max_new_tokens=16)
+    return measured(HOSTILE, update="direct", groups=9, max_new_tokens=30)
 
 
 def check_self_contained(html: str) -> None:
