@@ -111,8 +111,11 @@ class Arguments:
             is_wide = any(x is True or getattr(x, "dtype", x) == torch.float64 for x in named)
             return getattr(torch, kind, torch.float64 if is_wide else torch.float32)
 
+        def size(letter: str) -> int:
+            return sizes[letter] if letter in sizes else 2 * sizes[letter.removeprefix("2")]
+
         made = [
-            first.new_empty([sizes[letter] for letter in shape.split()], dtype=dtype_of(kind))
+            first.new_empty([size(letter) for letter in shape.split()], dtype=dtype_of(kind))
             for shape, kind in self._results
         ]
         return made[0] if len(made) == 1 else tuple(made)
@@ -195,6 +198,14 @@ def _check_heads(sizes: dict[str, int], **_: Any) -> None:
         raise ValueError(f"expected a number of keys' heads that divides {heads}, got {groups}")
 
 
+def _check_slot(sizes: dict[str, int], slot: Tensor, **_: Any) -> None:
+    """One column of the keys."""
+    _check_heads(sizes)
+    if sizes["N"] != 1:
+        raise ValueError(f"expected slot of one column, got {sizes['N']}")
+    _check_range("slot", slot, 0, sizes["S"])
+
+
 def _check_rotary(sizes: dict[str, int], **_: Any) -> None:
     """Halves of the width, and an angle for each row or one for all."""
     if sizes["D"] % 2 or sizes["R"] not in (1, sizes["B"]):
@@ -264,6 +275,16 @@ check_decode_attention = Arguments(
     "mask: B S, bools",
     rule=_check_heads,
     results=("B H E",),
+)
+check_attention_pair = Arguments(
+    "query: B H D",
+    "key: B G S D, query's dtype",
+    "value: B G S E, query's dtype",
+    "slot: N, integers",
+    "scale",
+    "mask: B S, bools",
+    rule=_check_slot,
+    results=("2B H E",),
 )
 check_rotary_embedding = Arguments(
     "query: B H T D",

@@ -1,13 +1,12 @@
 """Print how many operators that compute something a decode step runs: about as many as it launches
 kernels on a GPU, counted on the CPU.
 
-The rotary positions are torch's operators, as on CUDA. There the two readers of a gated MLP take
-one launch in place of two, and our attention two in place of one. An operator of torch counts once,
-though some launch several kernels.
+On CUDA our attention takes two launches in place of one, and maps of one input whose tuned
+configurations differ take one each. An operator of torch counts once, though some launch several
+kernels.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, Qwen3Confi
 
 from icl_patch import ContextPatcher
 from icl_patch.bench.cases.models import RandomModel, random_ids
-from icl_patch.generation import one_pass
 from icl_patch.generation.compiled_step import use_compiled_step
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.one_pass import DecodeMode
@@ -67,14 +65,13 @@ def steps(shape: RandomModel, update: str) -> dict[str, int]:
         run: Any = state.run
         for token in (5, 6):
             decode_one_token(state, ids.new_full((1,), token))
-        counts[f"`{update}`, the model's own code"] = operators(run._step)
+        counts[f"`{update}`, the model's own code"] = operators(run.own_code)
         counts[f"`{update}`, its program"] = operators(run._run_program)
     return counts
 
 
 def main() -> None:
     """The table."""
-    one_pass.fused_rotary = lambda _: nullcontext()
     print("| model | step | a layer | the rest |\n| --- | --- | --- | --- |")
     for shape in SHAPES:
         for update in ("exact", "stable"):

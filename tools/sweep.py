@@ -352,7 +352,7 @@ WORDS = (
     (r" \(docs/model_classes.md .*?\)|^[\w.]+ \(\w+\): ", ""),
     (r"\b(?!Auto)\w+(For\w+|LMHeadModel|ModelWithLMHead)\b", "the class"),
     (r"\bmodel\.layers\.\d+\.[\w.]+ (?=has)", "a module "),
-    (r"^\w+(?= looks at the context)", "a module"),
+    (r"^\w+(?= reads the context after)", "a module"),
     (r"\d+ residual streams", "several residual streams"),
     (r"list of \d+ blocks", "list of blocks"),
     (r"; found .*?: ", ": "),

@@ -13,23 +13,28 @@ if __name__ == "triton_kernels":
         " project's own package"
     )
 
-from icl_patch.kernels.ops.attention import decode_attention
+from icl_patch.kernels.ops.attention import attention_pair, decode_attention
 from icl_patch.kernels.ops.direction import read_direction
 from icl_patch.kernels.ops.experts import expert_linear
 from icl_patch.kernels.ops.gated_product import gated_product
 from icl_patch.kernels.ops.linear import patched_linear
+from icl_patch.kernels.ops.linear_maps import linear_maps
 from icl_patch.kernels.ops.low_rank import add_low_rank
 from icl_patch.kernels.ops.norms import norm_pair, rms_norm
 from icl_patch.kernels.ops.recording import record_linears
+from icl_patch.kernels.ops.rotary import rotary_embedding
 
 __all__ = [
     "add_low_rank",
+    "attention_pair",
     "decode_attention",
     "expert_linear",
     "gated_product",
+    "linear_maps",
     "norm_pair",
     "patched_linear",
     "read_direction",
     "record_linears",
     "rms_norm",
+    "rotary_embedding",
 ]

@@ -26,6 +26,7 @@ from icl_patch.kernels.ops.gated_product import plan_gated
 from icl_patch.kernels.ops.linear import plan_linear, sums_coefficients
 from icl_patch.kernels.ops.low_rank import plan_low_rank
 from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
+from icl_patch.kernels.ops.rotary import plan_rotary
 from icl_patch.kernels.runtime.config import Config, TunedConfig, data_files
 from icl_patch.kernels.runtime.launching import Launch
 
@@ -121,6 +122,7 @@ def resources(launch: Launch, capability: int) -> Resources:
 # By name: rank and rows; where a rank is not given there is no patch.
 VARIANTS = {
     "plain": (0, 1),
+    "three maps": (0, 16),
     "rank 1": (1, 1),
     "rank 1, 16 rows": (1, 16),
     "rank 1, 32 rows": (1, 32),
@@ -151,11 +153,12 @@ def linear_launch(
     n, k = size
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
     if rank is None:
-        z, second = _empty(2 * rows, k, dtype=dtype), weight if "pair" in variant else None
-        return plan_linear(z, weight, dtype, config, record=True, second=second)
+        further = [weight] if "pair" in variant else []
+        z = _empty(2 * rows, k, dtype=dtype)
+        return plan_linear(z, weight, dtype, config, record=True, further=further)
     z = _empty(rows, k, dtype=dtype)
     if not rank:
-        return plan_linear(z, weight, dtype, config)
+        return plan_linear(z, weight, dtype, config, further=[weight] * 2 * ("maps" in variant))
     index = _empty(rows, dtype=torch.int64) if "pool" in variant else None
     bias = _empty(n, dtype=dtype) if variant else None
     u, v = _empty(rows, rank, n), _empty(rows, rank, k)
@@ -219,9 +222,13 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
     for head, kind in itertools.product((64, 128, 256), (dtype, torch.float32)):
         # 16 and more heads of queries for one of keys take most registers
         query, keys = _empty(2, 48, head, dtype=kind), _empty(2, 2, 1024, head, dtype=kind)
-        attend, add = plan_blocks(query, keys, keys, _empty(2, 1024, dtype=torch.bool), 0.1)
+        mask, slot = _empty(2, 1024, dtype=torch.bool), _empty(1, dtype=torch.int64)
+        attend, add = plan_blocks(query, keys, keys, mask, 0.1, slot)
         yield f"decode_attention D = {head}, {str(kind).removeprefix('torch.')}", attend
-    yield "decode_attention, sum of blocks", add
+        angles = _empty(1, 1, head, dtype=kind)
+        rotary = plan_rotary(query.unsqueeze(2), keys[:, :, :1], angles, angles)
+        yield f"rotary_embedding D = {head}, {str(kind).removeprefix('torch.')}", rotary
+    yield "attention_pair, sum of blocks", add
     z = _empty(4, d, dtype=dtype)
     for activation in ACTIVATIONS:
         yield f"gated_product {activation}", plan_gated(z, z, activation)

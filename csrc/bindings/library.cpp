@@ -14,6 +14,7 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
   m.def(
       "patched_linear(Tensor z, Tensor weight, Tensor? u=None, Tensor? v=None, Tensor? bias=None,"
       " Tensor? index=None, ScalarType? out_dtype=None) -> Tensor");
+  m.def("linear_maps(Tensor z, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
   m.def(
       "add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index=None,"
       " ScalarType? out_dtype=None) -> Tensor");
@@ -24,6 +25,8 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
   m.def(
       "record_linear(Tensor z_pair, Tensor weight, Tensor v, Tensor? bias=None)"
       " -> (Tensor y, Tensor u)");
+  m.def(
+      "record_linears(Tensor z_pair, Tensor[] weights, Tensor v, Tensor?[] biases) -> Tensor[]");
   m.def(
       "rms_norm(Tensor x, Tensor scale, float eps, float scale_offset=0.0, bool cast_first=True)"
       " -> Tensor");
@@ -38,6 +41,9 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
   m.def(
       "decode_attention(Tensor query, Tensor key, Tensor value, float scale, Tensor? mask=None)"
       " -> Tensor");
+  m.def(
+      "attention_pair(Tensor query, Tensor key, Tensor value, Tensor slot, float scale,"
+      " Tensor? mask=None) -> Tensor");
 }
 
 extern "C" __attribute__((visibility("default"))) const char* icl_patch_cpu_instructions() {

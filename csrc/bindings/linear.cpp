@@ -1,4 +1,4 @@
-// patched_linear, add_low_rank, record_linear and expert_linear, on the CPU.
+// patched_linear, linear_maps, add_low_rank, record_linear(s) and expert_linear, on the CPU.
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -148,6 +148,16 @@ Tensor patched_linear(const Tensor& z, const Tensor& weight, std::optional<Tenso
   return run(call, z, out_dtype.value_or(z.scalar_type()));
 }
 
+using Biases = std::vector<std::optional<Tensor>>;
+
+std::vector<Tensor> linear_maps(const Tensor& z, std::vector<Tensor> weights, Biases biases) {
+  STD_TORCH_CHECK(weights.size() == biases.size(), "expected a bias or None for each weight");
+  std::vector<Tensor> outputs;
+  for (size_t i = 0; i < weights.size(); ++i)
+    outputs.push_back(run(linear(z, weights[i], biases[i]), z, z.scalar_type()));
+  return outputs;
+}
+
 Tensor add_low_rank(const Tensor& plain, const Tensor& z, const Tensor& u, const Tensor& v,
                     std::optional<Tensor> index, std::optional<ScalarType> out_dtype) {
   check("y", plain, plain, {-1, -1});
@@ -172,6 +182,19 @@ std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& wei
   call.factors.v = factor("v", v, z_pair, call.k);
   Tensor u = allocate(z_pair, {pairs, call.n}, call.u);
   return {run(call, z_pair, z_pair.scalar_type()), u};
+}
+
+// y and u of each map in turn.
+std::vector<Tensor> record_linears(const Tensor& z_pair, std::vector<Tensor> weights,
+                                   const Tensor& v, Biases biases) {
+  STD_TORCH_CHECK(weights.size() == biases.size(), "expected a bias or None for each weight");
+  std::vector<Tensor> outputs;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    auto [y, u] = record_linear(z_pair, weights[i], v, biases[i]);
+    outputs.push_back(y);
+    outputs.push_back(u);
+  }
+  return outputs;
 }
 
 // x (M, K), which all slots of a row read, or (M, k, K); weight (E, N, K), bias (E, N), expert
@@ -237,7 +260,9 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert
 
 STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
   ICL_PATCH_IMPL(patched_linear);
+  ICL_PATCH_IMPL(linear_maps);
   ICL_PATCH_IMPL(add_low_rank);
   ICL_PATCH_IMPL(record_linear);
+  ICL_PATCH_IMPL(record_linears);
   ICL_PATCH_IMPL(expert_linear);
 }

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -244,8 +245,10 @@ def maybe_infeasible(notes: list[list[Note]], logits: Tensor) -> Tensor:
     in a few launches.
     """
     flag = ~metrics.all_finite(logits)
-    refused = (arguments for block in notes for name, arguments in block if name == "refuse")
-    gains = {id(gain): gain for _, gain, *_ in refused}.values()  # readers share an input
+    refused = [[arguments for name, arguments in block if name == "refuse"] for block in notes]
+    # Readers share an input. Those of the same place in all blocks often lie in one tensor.
+    places = chain.from_iterable(zip_longest(*refused, fillvalue=()))
+    gains = {id(arguments[1]): arguments[1] for arguments in places if arguments}.values()
     if not gains:
         return flag
     return flag | (torch.cat([gain.flatten().to(logits.device) for gain in gains]) == 0).any()

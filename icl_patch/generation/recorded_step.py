@@ -29,11 +29,12 @@ class RecordedStep:
 
     Attributes:
         program: the program; None before the first call, and where there is none.
+        own_code: the step in the model's own code.
     """
 
     def __init__(self, step: DecodeStep) -> None:
         self.program: StepProgram | None = None
-        self._step = step
+        self.own_code = step
         self._tree: Any = None
         self._run: RunStep = self._record
         self._device = step.inputs.current.device
@@ -42,11 +43,11 @@ class RecordedStep:
     def __call__(self) -> StepOutput:
         """Run the current token."""
         if torch.is_autocast_enabled(self._device.type) or not self._model.are_the_same:
-            return self._step()
+            return self.own_code()
         return self._run()
 
     def _record(self) -> StepOutput:
-        blocks = [block.block.path for block in self._step.plan.attached.blocks]
+        blocks = [block.block.path for block in self.own_code.plan.attached.blocks]
         leaves: list[Any] = []
 
         def run() -> list[Any]:
@@ -56,7 +57,7 @@ class RecordedStep:
         try:
             self.program = StepProgram(run, dict(self._names()), blocks)
         except Exception as error:
-            output = self._step()  # an error of the model's own code comes again
+            output = self.own_code()  # an error of the model's own code comes again
             self._give_up(error)
             return output
         self._run = self._compare
@@ -74,7 +75,7 @@ class RecordedStep:
             self._give_up(error)
             return output
         for number, leaf in enumerate(expected):
-            if isinstance(leaf, Tensor) and not _same_bits(leaf, program.leaf(made, number)):
+            if isinstance(leaf, Tensor) and not same_bits(leaf, program.leaf(made, number)):
                 self._give_up("its program gives other bits than the step")
                 break
         return output
@@ -98,20 +99,20 @@ class RecordedStep:
 
     def _give_up(self, reason: Exception | str) -> None:
         """Run the model's own code from now on."""
-        self.program, self._run = None, self._step
+        self.program, self._run = None, self.own_code
         self._warn(reason)
 
     def _warn(self, reason: Exception | str) -> None:
-        warn_slower(self._step.plan.attached.model, self._device, reason)
+        warn_slower(self.own_code.plan.attached.model, self._device, reason)
 
     def _leaves(self) -> list[Any]:
         """The step's output, flattened."""
-        leaves, self._tree = tree_flatten(self._step().parts)
+        leaves, self._tree = tree_flatten(self.own_code().parts)
         return leaves
 
     def _names(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that a step finds, with their names in the program's source."""
-        model, inputs = self._step.plan.attached.model, self._step.inputs
+        model, inputs = self.own_code.plan.attached.model, self.own_code.inputs
         yield from model.named_parameters()
         yield from model.named_buffers()
         yield from (("current", inputs.current), ("positions", inputs.positions))
@@ -170,7 +171,8 @@ def warn_slower(model: nn.Module, device: torch.device, reason: Exception | str)
     )
 
 
-def _same_bits(a: Tensor, b: Any) -> bool:
+def same_bits(a: Tensor, b: Any) -> bool:
+    """Whether ``b`` is a tensor of the same shape, dtype and bits."""
     if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(*(x.reshape(-1).contiguous().view(torch.uint8) for x in (a, b)))

@@ -24,7 +24,7 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         tensors = len(args) == 4 and not kwargs and all(isinstance(x, Tensor) for x in args)
-        if not (_fusing.get() and tensors and args[0].is_cpu):
+        if not (_fusing.get() and tensors and ops.has_kernels(args[0].device.type)):
             return original(*args, **kwargs)
         form = tuple((x.shape[1:], x.dtype) for x in args)
         if form not in tried:
@@ -39,7 +39,7 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
 def _has_same_bits(original: Callable[..., Any], like: Iterable[Tensor]) -> bool:
     """Whether the function gives random numbers the bits that our op gives them."""
     generator = torch.Generator().manual_seed(5)
-    numbers = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in like]
+    numbers = [torch.randn(x.shape, generator=generator).to(x) for x in like]
     try:
         pairs = zip(original(*numbers), ops.rotary_embedding(*numbers), strict=True)
         return all(torch.equal(*pair) for pair in pairs)

@@ -11,14 +11,15 @@ the last block returns both.
 checked by a replay, see :class:`icl_patch.generation.plans.StepPlans`.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from icl_patch.checks import is_traced
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.streams import (
@@ -27,7 +28,6 @@ from icl_patch.generation.streams import (
     attending,
     ending,
     other_attention,
-    own_value,
 )
 from icl_patch.layers.device_hooks import is_aligned
 from icl_patch.models.block_detection import is_matrix
@@ -85,7 +85,7 @@ class SharedCacheStreams:
         # of the model, which some rank has
         last = blocks[-1] if is_last(model) and not exact else None
         self._model = model
-        self._reduced: Tensor | None = None
+        self._both: Tensor | None = None  # (2B, 1, H, D), the attention of both streams
         self._slot: Tensor | None = None
         projections = _output_projections(model, blocks)
         outputs = [(module, self._doubled(module)) for module in projections]
@@ -105,21 +105,19 @@ class SharedCacheStreams:
         streams' logits, or those of the context stream.
         """
         self._slot = step_inputs.slot
+        if self._slot is None:  # the newest token is the last one, also in a full window
+            self._slot = step_inputs.current.new_full((1,), sys.maxsize)
         try:
             with attending(self._attend):
                 yield
         finally:
-            self._reduced = self._slot = None
+            self._both = self._slot = None
 
     def _attend(self, call: AttentionCall) -> Tensor:
-        """The attention of the rows with the context; that of the reduced rows is kept."""
-        slot, value = self._slot, call.value
-        if slot is None:  # the newest token is the last one, also in a full window
-            newest = value[:, :, -1:]
-        else:
-            newest = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
-        self._reduced = own_value(call.query, newest)  # in the order of the output's elements
-        return call.output()
+        """The attention of the rows with the context; that of both streams is kept."""
+        assert self._slot is not None
+        self._both = call.output(self._slot.clamp(max=call.value.shape[2] - 1))
+        return self._both[: len(call.query)]
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
@@ -128,11 +126,10 @@ class SharedCacheStreams:
         original = linear_forward(module) if is_plain_linear(module) else module.forward
 
         def forward(x: Tensor) -> Tensor:
-            if self._reduced is None:
+            both, self._both = self._both, None
+            if both is None or not (is_traced() or x.data_ptr() == both.data_ptr()):
                 raise other_attention(self._model)
-            reduced, self._reduced = self._reduced, None
-            both = torch.cat([x.reshape(reduced.shape), reduced])
-            return original(both.view(2, *x.shape))
+            return original(both.reshape(2, *x.shape))
 
         return forward
 

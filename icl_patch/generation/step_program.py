@@ -7,166 +7,15 @@ the step that was recorded, for less than half of its time on the host, and its 
 happens to a token in each block.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from icl_patch.generation.operator_recorder import (
-    Call,
-    NoHostReads,
-    Recorder,
-    View,
-    key_of,
-    memory_of,
-    tensors_in,
-)
-from icl_patch.generation.program_source import SIGNS, Source
-
-_aten = torch.ops.aten
-# What these make depends on their input's shape alone.
-_OF_SHAPES = {_aten.zeros_like, _aten.ones_like, _aten.full_like}
-_OF_SHAPES |= {_aten.new_zeros, _aten.new_ones, _aten.new_full}
-_COPIES = frozenset((_aten.clone, _aten._to_copy))
-
-
-class _Simplified:
-    """The calls that a program makes, of those that were recorded.
-
-    Left out are calls whose result is the same in every step, copies of what nobody changes, and
-    what was computed before. Sums and products of rows are computed as rows, without the axes of
-    length 1 around them, which would cost a view before and behind.
-
-    Attributes:
-        calls: in order. outputs: the tensors and views that the program gives.
-        whole: how each value lies in its memory.
-    """
-
-    def __init__(self, recorder: Recorder, outputs: Iterable[Any]) -> None:
-        self._values, self._written = recorder.values, recorder.written
-        self.whole = [View.at(number, value) for number, value in enumerate(recorder.values)]
-        self._instead: dict[int, View | Tensor] = {}
-        # of values that others were put together in: where each begins that is not the same always
-        self._parts: dict[int, list[tuple[int, View]]] = {}
-        self._constant: set[int] = set()  # memory of what is the same in every step
-        self._before: dict[Any, Call] = {}
-        calls = [call for x in recorder.calls if (call := self._simplified(x)) is not None]
-        self.outputs = [self._resolved(x) for x in outputs]
-        needed = {x.of for x in self.outputs if isinstance(x, View)}
-        self.calls: list[Call] = []
-        for call in reversed(calls):
-            if call.writes or needed & {*call.made}:
-                self.calls.append(call)
-                needed |= {
-                    x.of for x in tensors_in((call.args, call.kwargs)) if isinstance(x, View)
-                }
-        self.calls.reverse()
-
-    def _resolved(self, x: View | Tensor) -> View | Tensor:
-        """What stands for a tensor in the program."""
-        if isinstance(x, Tensor):
-            return x
-        for start, part in self._parts.get(x.of, ()) if x.is_contiguous else ():
-            if start <= x.offset and x.offset + x.elements <= start + part.elements:
-                return replace(x, of=part.of, offset=x.offset - start + part.offset)
-        if (instead := self._instead.get(x.of)) is None:
-            return x
-        if isinstance(instead, Tensor):
-            return instead.as_strided(x.shape, x.stride, x.offset)
-        # of a copy or an earlier result, whose values lie in the same order
-        shift = instead.offset - int(self._values[x.of].storage_offset())
-        return replace(x, of=instead.of, offset=x.offset + shift)
-
-    def _simplified(self, call: Call) -> Call | None:
-        args, kwargs = (_with(self._resolved, x) for x in (call.args, call.kwargs))
-        call = replace(call, args=args, kwargs=kwargs)
-        made = [number for number in call.made if number is not None]
-        if call.writes or any(memory_of(self._values[number]) in self._written for number in made):
-            return call
-        given = tensors_in((args, kwargs))
-        packet = call.target.overloadpacket
-        if packet in _OF_SHAPES or all(self._is_constant(x) for x in given):
-            for number in made:
-                self._instead[number] = self._values[number]
-                self._constant.add(memory_of(self._values[number]))
-            return None
-        if any(self._memory_of(x) in self._written for x in given):
-            return call
-        if packet in _COPIES and self._is_copy(given[0], self._values[made[0]]):
-            self._instead[made[0]] = given[0]
-            return None
-        before = self._before.setdefault(key_of((call.target, args, kwargs)), call)
-        if before is call:
-            return self._of_rows(call)
-        for again, first in zip(call.made, before.made, strict=True):
-            if again is not None and first is not None:
-                self._instead[again] = View.at(first, self._values[first])
-        return None
-
-    def _of_rows(self, call: Call) -> Call:
-        """The call without the axes along which its operands and its result have the length 1."""
-        number, result = call.made[0], self.whole[call.made[0] or 0]
-        is_cat = call.target is _aten.cat.default and call.args[1:] in ((), (0,))
-        operands = list(call.args[0] if is_cat else call.args)
-        if not is_cat and not (call.target in SIGNS and len(operands) == 2):
-            return call
-        views = [x if isinstance(x, View) else View.at(-1, x) for x in tensors_in(operands)]
-        size = result.shape
-        if call.kwargs or len(views) < 2 or not all(x.is_contiguous for x in (result, *views)):
-            return call
-        axes = [a for a, n in enumerate(size) if n > 1 or a == len(size) - 1 or (is_cat and not a)]
-        if len(axes) == 1:
-            axes = [max(0, axes[0] - 1), *axes]
-        if len(axes) == len(size) or len(axes) != len({*axes}):
-            return call
-
-        def rows(x: View | Tensor) -> View | Tensor:
-            padded = (*[1] * (len(size) - len(x.shape)), *x.shape)
-            short = tuple(padded[axis] for axis in axes)
-            return x.view(short) if isinstance(x, Tensor) else x.reshaped(short)
-
-        assert number is not None
-        if is_cat and not axes[0]:
-            dtype = self._values[number].dtype
-            places = _places(operands)
-            self._parts[number] = [x for x in places if self._values[x[1].of].dtype == dtype]
-        self.whole[number] = result.reshaped(tuple(size[axis] for axis in axes))
-        operands = [_with(rows, x) for x in operands]
-        return replace(call, args=(operands, *call.args[1:]) if is_cat else tuple(operands))
-
-    def _is_constant(self, x: View | Tensor) -> bool:
-        return isinstance(x, Tensor) and memory_of(x) in self._constant
-
-    def _memory_of(self, x: View | Tensor) -> int:
-        return memory_of(x if isinstance(x, Tensor) else self._values[x.of])
-
-    def _is_copy(self, x: View | Tensor, copy: Tensor) -> bool:
-        """Whether a copy lies in its memory as ``x``, which a call has made, in its own."""
-        if isinstance(x, Tensor):
-            return False
-        value, other = self._values[x.of], View.at(-1, copy)
-        if (value.dtype, value.device) != (copy.dtype, copy.device):
-            return False
-        return x.shape == other.shape and x.stride == other.stride
-
-
-def _with(function: Callable[[Any], Any], arguments: Any) -> Any:
-    """Arguments of a call, with each tensor and view replaced."""
-    return tree_map_only((Tensor, View), function, arguments)
-
-
-def _places(parts: Iterable[View | Tensor]) -> Iterator[tuple[int, View]]:
-    """Where each of the contiguous tensors that are put one behind the other begins."""
-    start = 0
-    for part in parts:
-        if isinstance(part, View):
-            yield start, part
-        start += math.prod(part.shape)
+from icl_patch.generation.operator_recorder import NoHostReads, Recorder, View
+from icl_patch.generation.program_source import Source
+from icl_patch.generation.simplified_calls import Simplified
 
 
 class StepProgram:
@@ -193,7 +42,7 @@ class StepProgram:
             stack.enter_context(recorder)
             results = run()
         outputs = [recorder.known(x) for x in results]
-        simplified = _Simplified(recorder, [x for x in outputs if isinstance(x, (Tensor, View))])
+        simplified = Simplified(recorder, [x for x in outputs if isinstance(x, (Tensor, View))])
         left = iter(simplified.outputs)
         # A leaf that is no tensor stays as it is.
         self._leaves = [next(left) if isinstance(x, (Tensor, View)) else x for x in outputs]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,7 +25,8 @@ class AttentionCall(NamedTuple):
     """A call of one of the model's attentions.
 
     run: the attention of these inputs or others, (B, T, H, D); in our kernel for one token a row
-        where it serves it.
+        where it serves it. With the column ``slot`` of the token, (1,), it gives (2B, 1, H, D):
+        behind the B rows their tokens' own values.
     """
 
     run: Callable[..., Tensor]
@@ -33,9 +35,9 @@ class AttentionCall(NamedTuple):
     value: Tensor
     mask: Tensor | None
 
-    def output(self) -> Tensor:
-        """What the model's attention gives."""
-        return self.run(*self[1:])
+    def output(self, slot: Tensor | None = None) -> Tensor:
+        """What the model's attention gives; with a slot, what the tokens get alone behind it."""
+        return self.run(*self[1:], slot)
 
 
 Attend = Callable[[AttentionCall], Tensor]
@@ -57,13 +59,23 @@ def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         usual = not any(kwargs.get(name) is not None for name in _FURTHER)
 
-        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            y = one_token_attention(query, key, value, mask, dropout, scaling) if usual else None
-            if y is not None:
-                return y.transpose(1, 2)
+        def run(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Tensor | None,
+            slot: Tensor | None = None,
+        ) -> Tensor:
+            if usual:
+                y = one_token_attention(query, key, value, mask, dropout, scaling, slot)
+                if y is not None:
+                    return y.transpose(1, 2)
             output: Tensor
             output, _ = original(module, query, key, value, mask, dropout, scaling, **kwargs)
-            return output
+            if slot is None:
+                return output
+            own = own_value(query, value.index_select(2, slot))
+            return torch.cat([output, own.reshape(output.shape).to(output.dtype)])
 
         return attend(AttentionCall(run, query, key, value, attention_mask)), None
 

@@ -163,12 +163,14 @@ def one_token_attention(
     mask: Tensor | None,
     dropout: float = 0.0,
     scale: float | None = None,
+    slot: Tensor | None = None,
 ) -> Tensor | None:
     """``scaled_dot_product_attention`` of one token a row by our kernel, whose bits depend on the
     row alone; None for calls that it does not serve.
 
     query (B, H, 1, D), or packed as (B, G, H/G, D) beside a mask; key and value (B, G, S, ·); mask
-    (B or 1, 1, 1, S) bool.
+    (B or 1, 1, 1, S) bool. With the column ``slot`` of the token, (1,), as many rows follow of what
+    it gets alone.
     """
     packed = mask is not None and mask.shape[-2] == 1
     if dropout or not (query.shape[2] == 1 or packed) or query.dtype == torch.float64:
@@ -182,8 +184,11 @@ def one_token_attention(
             return None
         mask = mask[:, 0, 0].expand(len(query), -1)
     rows = query.flatten(1, 2) if query.shape[2] > 1 else query[:, :, 0]
-    y = ops.decode_attention(rows, key, value, mask, scale=scale)
-    return y.reshape(*query.shape[:-1], y.shape[-1])
+    if slot is None:
+        y = ops.decode_attention(rows, key, value, mask, scale=scale)
+    else:
+        y = ops.attention_pair(rows, key, value, slot, mask, scale=scale)
+    return y.reshape(len(y), *query.shape[1:-1], y.shape[-1])
 
 
 def _unless_one_token(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:

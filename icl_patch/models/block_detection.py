@@ -67,8 +67,8 @@ def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = Non
     for path in layers:
         if path not in traces:
             raise UnsupportedModelError(
-                f"{path} does not run once in a pass over text, with tensors in and out; a block"
-                " that attends to an image alone (Mllama) has nothing to do there"
+                f"{path} does not run once in a pass over text, with tensors as input and output;"
+                " a block that attends to images alone (Mllama) is skipped there"
             )
         if path in unseen and len(unseen) < len(traces):
             continue
@@ -152,9 +152,8 @@ class _Reading:
         streams, rest = divmod(given.numel(), read.numel())
         if streams > 1 and not rest and given.shape[:2] == read.shape[:2]:
             raise self._refuse(
-                f"it carries {streams} residual streams, into which attention and the MLP write in"
-                " different proportions: what attention changes is not in the direction that the"
-                " MLP writes in"
+                f"it carries {streams} residual streams, and attention and the MLP write to them in"
+                " different proportions: a change of the MLP cannot replace what attention adds"
             )
         self._check_plain_experts()
         if not self.matrices and not self.experts:
@@ -199,8 +198,8 @@ class _Reading:
         behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
         if behind and not parallel:
             raise self._refuse(
-                f"{behind[-1]} looks at the context behind the MLP: a change of the MLP's weights"
-                " cannot have that effect"
+                f"{behind[-1]} reads the context after the MLP: a change of the MLP's weights"
+                " cannot replace that"
             )
         own = self._readers_of_their_own(pre)
         readers = [
@@ -354,9 +353,9 @@ class _Reading:
                 if (factor == 1 or not form) and is_sum(total, parts, scale):
                     return found | form
         raise self._refuse(
-            "its output is not its residual stream plus what its MLP ends in, each times 1 or an"
-            " attribute that ends in multiplier, scale or factor: what attention changes cannot be"
-            " written to the MLP"
+            "its output is not its residual stream plus its MLP's output, each times 1 or an"
+            " attribute with a name that ends in multiplier, scale or factor: a change of the MLP"
+            " cannot replace what attention adds"
         )
 
     def _sums(

@@ -53,12 +53,12 @@ def _no_single_list(model: PreTrainedModel, count: int | None) -> str:
     why = "its blocks hold several attentions and MLPs each"
     if len(stacks) != 1:
         why = (
-            "stacks that run several times, or over other rows than the tokens (as BLT's over"
-            " patches of bytes), have no one change for a token"
+            "a stack that runs several times, or over rows that are no tokens (BLT's patches of"
+            " bytes), has no single change for a token"
         )
     return (
-        f"expected one list of {count or 'all'} blocks in {type(model).__name__}, each of which"
-        f" runs once for every token; found {found}: {why}"
+        f"expected one list of {count or 'all'} blocks in {type(model).__name__}, which each"
+        f" run once for every token; found {found}: {why}"
     )
 
 

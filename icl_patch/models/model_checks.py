@@ -71,8 +71,8 @@ def check_language_model(model: object) -> None:
         )
     if drafts_for_another(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} drafts tokens for another model, from whose hidden states and"
-            " cache it starts: it takes no token ids. Attach to the model that it drafts for"
+            f"{type(model).__name__} drafts tokens for another model. It reads the hidden states"
+            " and the cache of that model, and no token ids: attach to that model"
         )
 
 

@@ -2,7 +2,11 @@
 
 from torch import Tensor
 
-from icl_patch.checks import check_decode_attention, check_rotary_embedding
+from icl_patch.checks import (
+    check_attention_pair,
+    check_decode_attention,
+    check_rotary_embedding,
+)
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import Op
 
@@ -51,6 +55,49 @@ _decode_attention = Op(
 )
 
 
+def attention_pair(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Both streams' attention of one token per row over one cache: :func:`decode_attention` with
+    the context, and the token's own value without it. A token that attends to itself alone gets its
+    value, because the softmax of one number is 1.
+
+    Args:
+        query, key, value, mask, scale: as for :func:`decode_attention`.
+        slot: (1,) int64, the column of the token's own key and value. CUDA tensors are not checked
+            on the host.
+
+    Returns:
+        (2B, H, E) in query's dtype: the B rows with the context, then the B rows without it, with
+        the bits of ``value[:, :, slot]`` in each head.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+
+    Source: Dherin et al. (2025), Section 2: A(C, x) and A(x), before their output projection.
+    """
+    if scale is None:
+        scale = max(query.shape[-1], 1) ** -0.5
+    return _attention_pair(query, key, value, slot, scale, mask)
+
+
+_attention_pair = Op(
+    "attention_pair",
+    check_attention_pair,
+    reference.attention_pair,
+    triton=lambda kernels, query, key, value, slot, scale, mask: kernels.attention_pair(
+        query, key, value, slot, mask, scale
+    ),
+)
+
+
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary positions as in Llama: ``x cos + (-x₂, x₁) sin`` of query and key, where x₁ and x₂ are
     the halves of a row x.
@@ -72,9 +119,4 @@ def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tu
     return rotated
 
 
-_rotary_embedding = Op(
-    "rotary_embedding",
-    check_rotary_embedding,
-    reference.rotary_embedding,
-    triton_if=lambda *_: False,
-)
+_rotary_embedding = Op("rotary_embedding", check_rotary_embedding, reference.rotary_embedding)

@@ -302,3 +302,20 @@ _add_low_rank = Op(
     native_if=lambda y, z, u, *_: u.dtype != torch.float64,
     triton_if=lambda y, z, u, *_: u.dim() < 3 or 1 <= u.shape[1] <= _TRITON_RANKS,
 )
+
+
+def _empty_outputs(z: Tensor, weights: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    return [z.new_empty((len(z), len(weight))) for weight in weights]
+
+
+def _empty_recorded(z_pair: Tensor, weights: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    return [
+        z_pair.new_empty((len(z_pair) // parts, len(weight)), dtype=dtype)
+        for weight in weights
+        for parts, dtype in ((1, z_pair.dtype), (2, torch.float32))
+    ]
+
+
+# Programs of decode steps call these for several maps of one input.
+native.op("linear_maps", _empty_outputs)
+native.op("record_linears", _empty_recorded)

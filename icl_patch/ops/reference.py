@@ -180,6 +180,18 @@ def decode_attention(
     return (y @ v).reshape(rows, heads, v.shape[-1]).to(query.dtype)
 
 
+def attention_pair(
+    query: Tensor, key: Tensor, value: Tensor, slot: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
+    """:func:`decode_attention`, and behind it the value (B, G, E) in column ``slot`` for each head,
+    (2B, H, E).
+    """
+    y = decode_attention(query, key, value, scale, mask)
+    own = value.index_select(2, slot)  # (B, G, 1, E)
+    heads = query.shape[1] // value.shape[1] if value.shape[1] else 0
+    return torch.cat([y, own.expand(-1, -1, heads, -1).reshape(y.shape)])
+
+
 def _missing_norm(g: Tensor, m: Tensor, pole: Tensor, fallback: Tensor | None) -> Tensor:
     """A unit vector on the pole's coordinates, for the norm that the other coordinates leave over:
     along ``fallback`` there, else along ``g``, else the first coordinate.

@@ -367,14 +367,14 @@ class AttachedModel:
         name = type(self.model).__name__
         if not (sequences.head_mask.all() or self.takes_padding):
             raise ValueError(
-                f"expected rows of one length for {name}, whose logits for a padded row are others"
-                " than for the row alone, got padding on the left: compute each row by itself"
+                f"expected rows of one length for {name}, whose logits for a row change with"
+                " padding; got padding on the left: compute each row by itself"
             )
         check_one_side(self.model, sequences.mask.sum(1))
         if counts_slots(self.model) and sequences.tail_absorbed.any():
             raise ValueError(
                 f"expected one absorbed span for {name}, which numbers its tokens by their places"
-                " in the cache, got several: absorb them together with the tokens between them"
+                " in the cache; got several: absorb the tokens between them too"
             )
 
     @as_pass

@@ -29,7 +29,7 @@ FORMS = {
 REFUSED = {
     "qwen4_exp_text": r"model\.layers\.0 .*: it carries 2 residual streams",
     "xlstm": "a class of its own, xLSTMCache",
-    "blt": r"global_transformer\.layers \(4\).*over patches of bytes",
+    "blt": r"global_transformer\.layers \(4\).*patches of bytes",
     "longcat_flash": r"found model\.layers \(4\): its blocks hold several attentions",
     "gemma4_assistant": "drafts tokens for another model",
     "cpmant": "a token's logits depend on the tokens after it",

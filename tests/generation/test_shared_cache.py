@@ -106,12 +106,15 @@ def test_the_trial_notices_a_wrong_stream(
         made, value = attend(self, call), call.value
         groups = call.query.shape[1] // value.shape[1]
         context = value.mean(2, keepdim=True).repeat_interleave(groups, 1).reshape(made.shape)
-        self._reduced = {
-            "sees the context": context,
-            "sees nothing": torch.zeros_like(made),
-            "one stream twice": made.clone(),
-            "later": self._reduced * (3 if value.shape[2] >= 9 else 1),
-        }[fault]
+        reduced = self._both[len(made) :]
+        reduced.copy_(
+            {
+                "sees the context": context,
+                "sees nothing": torch.zeros_like(made),
+                "one stream twice": made,
+                "later": reduced * (3 if value.shape[2] >= 9 else 1),
+            }[fault]
+        )
         return made
 
     monkeypatch.setattr(SharedCacheStreams, "_attend", wrong)

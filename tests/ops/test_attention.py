@@ -56,11 +56,29 @@ def test_extremes(dtype: torch.dtype) -> None:
     assert ops.decode_attention(one, key, value).isnan().all()
 
 
+@every_dtype
+def test_attention_of_both_streams(dtype: torch.dtype) -> None:
+    """The attention, and behind it each head's value in the token's column."""
+    for shape in SHAPES:
+        query, key, value, mask = problem(shape, dtype)
+        columns, heads = key.shape[2], query.shape[1]
+        for slot in {0, columns // 2, columns - 1} if columns else ():
+            with poisoned_memory():
+                y = ops.attention_pair(query, key, value, torch.tensor([slot]), mask)
+            own = value[:, :, slot].repeat_interleave(heads // value.shape[1], 1)
+            assert same_bits(y, torch.cat([ops.decode_attention(query, key, value, mask), own]))
+    strided = value.transpose(2, 3).contiguous().transpose(2, 3)
+    last = torch.tensor([columns - 1])
+    assert same_bits(ops.attention_pair(query, key, strided, last, mask), y)
+
+
 @needs_native
 def test_registration_and_compilation() -> None:
     query, key, value, mask = problem((2, 4, 2, 9, 8, 6), torch.bfloat16)
     operator = torch.ops.icl_patch.decode_attention
     torch.library.opcheck(operator, (query, key, value, 0.5, mask))
+    pair = torch.ops.icl_patch.attention_pair
+    torch.library.opcheck(pair, (query, key, value, torch.tensor([3]), 0.5, mask))
     compiled = torch.compile(ops.decode_attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         expected = ops.decode_attention(query, key, value, mask)

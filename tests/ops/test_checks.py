@@ -118,6 +118,15 @@ ERRORS = {
             ({"mask": ONES(2, 5)}, TypeError, "expected mask in bools, got torch.float32"),
         ],
     ),
+    ops.attention_pair: (
+        ATTENTION | {"slot": torch.tensor([4])},
+        [
+            ({"slot": torch.tensor([5])}, ValueError, "expected slot from 0 to 4, got 5 to 5"),
+            ({"slot": torch.tensor([1, 2])}, ValueError, "expected slot of one column, got 2"),
+            ({"slot": torch.ones(1)}, TypeError, "expected slot in integers, got torch.float32"),
+            ({"query": ONES(2, 3, 3)}, ValueError, "keys' heads that divides 3, got 2"),
+        ],
+    ),
     ops.rotary_embedding: (
         ROTARY,
         [

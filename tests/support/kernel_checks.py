@@ -29,7 +29,8 @@ from support.numeric import UNIT, by_columns, normal, poisoned, same_bits, seede
 from torch import Tensor
 
 from icl_patch import kernels
-from icl_patch.kernels.ops.linear import blocks
+from icl_patch.kernels.ops.linear import blocks, launch_linear
+from icl_patch.kernels.ops.linear_maps import launch_maps
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
@@ -64,9 +65,9 @@ def test_record_linear(dtype: torch.dtype, rows: int) -> None:
 
 
 @bf16_heavy
-def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
+def test_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
     """And have the bits of their own launches: of other widths, with a bias or without, an odd one
-    behind them, or one of another layout.
+    behind them, or one of another layout. Recorded maps by twos, others by threes.
     """
     config = Config(dtype != torch.float32, 16, 16, 64, 2, 3)
     cases = [linear_case("row", (4, n, 130), 1, dtype, seed=n) for n in (17, 33, 5, 7)]
@@ -78,6 +79,8 @@ def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
         own = [x for w, b in maps for x in launch_record(z, [w], [b], coeff, config=config)]
         found = launch_record(z, weights, biases, coeff, config=config)
         assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
+        for i, y in enumerate(launch_maps(z, weights, biases, config=config)):
+            assert same_bits(y, launch_linear(z, weights[i], bias=biases[i], config=config))
 
 
 # Norms, the gated product and the direction
@@ -180,6 +183,7 @@ def operator_calls() -> list[tuple[str, tuple]]:
     experts = expert_products.case((3, 2, 4, 5, 7), torch.float32, True, True, DEVICE)[:4]
     factors = (case.z, case.u, case.v, case.index, torch.float16)
     attended = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
+    angles = torch.ones(1, 1, 8, device=DEVICE)
     return [
         ("patched_linear", (*case.arguments.values(), torch.float16)),
         ("patched_linear", (case.z, case.weight, None, None, None, None, None)),
@@ -190,11 +194,14 @@ def operator_calls() -> list[tuple[str, tuple]]:
         ("rms_norm", (pair, pair, 1e-5, 0.0, True)),
         ("gated_product", (pair, pair, "silu")),
         ("expert_linear", (*experts, torch.float16)),
-        *(("decode_attention", (*attended[:3], mask, 0.5)) for mask in (attended[3], None)),
+        ("attention_pair", (*attended[:3], torch.tensor([8], device=DEVICE), attended[3], 0.5)),
+        ("decode_attention", (*attended[:3], None, 0.5)),
+        ("rotary_embedding", (attended[0].unsqueeze(2), attended[1][:, :, :1], *[angles] * 2)),
+        ("linear_maps", (case.z, [case.weight] * 2, [case.bias, None])),
     ]
 
 
-@pytest.mark.parametrize("number", [x if x in (0, 5, 8) else heavy(x) for x in range(11)])
+@pytest.mark.parametrize("number", [x if x in (0, 5, 8) else heavy(x) for x in range(13)])
 def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name, arguments = operator_calls()[number]
@@ -280,8 +287,37 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     query, key, value, mask = attention.problem(shape, dtype, DEVICE)
     for seen in (torch.ones_like(mask), mask):
         given = None if seen.all() else seen
-        y = kernels.decode_attention(query, key, value, given, max(shape[4], 1) ** -0.5)
+        scale = max(shape[4], 1) ** -0.5
+        y = kernels.decode_attention(query, key, value, given, scale)
         attention.check_attention(y, query, key, value, seen)
+        if (keys := key.shape[2]) and shape[0]:
+            slot = torch.tensor([keys // 2], device=DEVICE)
+            own = value[:, :, keys // 2].repeat_interleave(shape[1] // shape[2], 1)
+            pair = kernels.attention_pair(query, key, value, slot, given, scale)
+            assert same_bits(pair, torch.cat([y, own]))
+
+
+@every_float
+def test_rotary_embedding(dtype: torch.dtype) -> None:
+    """It has the bits of torch's operators; keys and angles lie in gaps, angles are of a row or of
+    all. Triton's interpreter cuts bf16 off where a GPU rounds.
+    """
+    for rows, heads, groups, tokens, width, angles in ((3, 5, 2, 4, 10, 3), (2, 3, 3, 1, 64, 1)):
+        rng = seeded(width)
+        sizes = (rows, heads, tokens, width), (rows, tokens, groups, width)
+        query, key = (normal(rng, *size, dtype=dtype).to(DEVICE) for size in sizes)
+        cos, sin = normal(rng, angles, tokens, 2 * width, dtype=dtype).to(DEVICE).chunk(2, -1)
+        both = query, key.transpose(1, 2)
+        for x, y in zip(both, kernels.rotary_embedding(*both, cos, sin), strict=True):
+            first, second = x.chunk(2, -1)
+            half = torch.cat([-second, first], -1)
+            parts = x * cos.unsqueeze(1), half * sin.unsqueeze(1)
+            expected = parts[0] + parts[1]
+            if INTERPRETED and dtype == torch.bfloat16:
+                size = sum(part.float().abs() for part in parts)
+                assert ((y - expected).float().abs() <= 6 * UNIT[dtype] * size).all()
+            else:
+                assert same_bits(y, expected)
 
 
 @fp32_heavy

@@ -43,7 +43,7 @@ def _attention(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Of two keys and values, of which the first row sees one."""
     key, value = (torch.stack([x, -x], 1).unsqueeze(1) for x in (v, u))
     mask = torch.tensor([[True, False], *[[True, True]] * (ROWS - 1)])
-    return ops.decode_attention(z.unsqueeze(1), key, value, mask)
+    return ops.attention_pair(z.unsqueeze(1), key, value, torch.ones(1).long(), mask)
 
 
 def _rotary(z: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -72,7 +72,7 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "norm_pair": lambda z, v, **_: _norm_pair(z, v),
     "gated_product": lambda z, v, **_: ops.gated_product(z, v, "silu"),
     "gated_product, by tanh": lambda z, v, **_: ops.gated_product(z, v, "gelu_tanh"),
-    "decode_attention": lambda z, u, v, **_: _attention(z, u, v),
+    "attention_pair": lambda z, u, v, **_: _attention(z, u, v),
     "rotary_embedding": lambda z, v, **_: _rotary(z, v),
     "invert_rmsnorm": lambda z, u, v, **_: ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden,
     "stable_scale": lambda z, v, **_: ops.stable_scale(z, v[0], v).u,
@@ -84,7 +84,7 @@ def call(name: str, given: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
 
 
 # the native library's, whatever serves the products
-NATIVE = ("rotary_embedding", "invert_rmsnorm", "stable_scale")
+NATIVE = ("invert_rmsnorm", "stable_scale")
 
 
 def check_traced(name: str) -> None:

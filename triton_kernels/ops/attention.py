@@ -1,4 +1,5 @@
-"""``softmax(scale · q Kᵀ) V`` of one token a row, in two launches: blocks of keys, and their sum.
+"""``softmax(scale · q Kᵀ) V`` of one token a row, in two launches: blocks of keys, and their sum;
+with them, if asked for, the value that the token alone gets.
 
 A block's program serves up to 16 heads of queries that share its keys: each key and value is read
 once for them. Blocks are counted from the first key that a row sees, and blocks without a key that
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.checks import check_decode_attention
+from icl_patch.checks import check_attention_pair, check_decode_attention
 from icl_patch.kernels.runtime.launching import INTERPRETED, Launch, operator, power_of_two
 
 _HEADS = 16  # of a program, the rows of the smallest matrix instruction
@@ -136,7 +137,23 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _add_blocks_kernel(
-    top_ptr, total_ptr, part_ptr, y_ptr, blocks, E: tl.constexpr, BLOCK_E: tl.constexpr
+    top_ptr,
+    total_ptr,
+    part_ptr,
+    v_ptr,
+    slot_ptr,
+    y_ptr,
+    blocks,
+    stride_vb,
+    stride_vg,
+    stride_vs,
+    stride_ve,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PAIR: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     begin, offs_e = pid * blocks, tl.arange(0, BLOCK_E)
@@ -163,13 +180,24 @@ def _add_blocks_kernel(
         y += tl.sum(share[:, None] * parts, axis=0)
     y = tl.where(total == 0, 0.0, tl.div_rn(y, tl.broadcast_to(total, y.shape)))
     tl.store(y_ptr + pid * E + offs_e, y.to(y_ptr.dtype.element_ty), mask=offs_e < E)
+    if PAIR:
+        v_ptr += pid // HEADS * stride_vb + pid % HEADS // SHARED * stride_vg
+        v_ptr += tl.load(slot_ptr) * stride_vs
+        own = tl.load(v_ptr + offs_e.to(tl.int64) * stride_ve, mask=offs_e < E, other=0.0)
+        tl.store(y_ptr + (ROWS * HEADS + pid) * E + offs_e, own, mask=offs_e < E)
 
 
 def plan_blocks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    slot: Tensor | None = None,
 ) -> tuple[Launch, Launch]:
     """Plan the blocks' largest scores, sums of weights and weighted values from query, key, value
-    and mask, or True for all rows and keys; and y (B, H, E) from these three.
+    and mask, or True for all rows and keys; and y (B, H, E) from these three. With a slot y is
+    (2B, H, E), and its launch gets the value and the slot too, else None for each.
     """
     (rows, heads, d), (groups, keys), e = query.shape, key.shape[1:3], value.shape[-1]
     block_d, block_e = (max(power_of_two(width), 16) for width in (d, e))
@@ -207,27 +235,45 @@ def plan_blocks(
     add = Launch(
         _add_blocks_kernel,
         rows * heads,
-        (fp32, fp32, fp32),
-        (((rows, heads, e), query.dtype),),
-        (blocks, e, block_e),
+        (fp32, fp32, fp32, None if slot is None else value, slot),
+        ((((1 if slot is None else 2) * rows, heads, e), query.dtype),),
+        (blocks, *value.stride(), rows, heads, shared, e, block_e, slot is not None),
         4,
     )
     return attend, add
+
+
+def plan_attention_pair(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+) -> Callable[..., Tensor]:
+    """Plan y (B, H, E), with a slot (2B, H, E), from query, key, value, and slot and mask or None
+    for them.
+    """
+    attend, add = plan_blocks(query, key, value, mask, scale, slot)
+
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, slot: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        if mask is None:  # not a kernel without it: its matrix instructions add in another order
+            mask = torch.ones(1, dtype=torch.bool, device=query.device)
+        parts = attend(query, key, value, mask)
+        y: Tensor = add(*parts, None if slot is None else value, slot)
+        return y
+
+    return call
 
 
 def plan_decode_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Callable[..., Tensor]:
     """Plan y (B, H, E) from query, key, value and mask, or None for it."""
-    attend, add = plan_blocks(query, key, value, mask, scale)
-
-    def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None:  # not a kernel without it: its matrix instructions add in another order
-            mask = torch.ones(1, dtype=torch.bool, device=query.device)
-        y: Tensor = add(*attend(query, key, value, mask))
-        return y
-
-    return call
+    both = plan_attention_pair(query, key, value, None, mask, scale)
+    return lambda query, key, value, mask: both(query, key, value, None, mask)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> None:
@@ -258,3 +304,31 @@ def decode_attention(
     """
     # on fake tensors; else the plan launches
     return query.new_empty((*query.shape[:2], value.shape[-1]))
+
+
+def _check_pair(
+    query: Tensor, key: Tensor, value: Tensor, slot: Tensor, mask: Tensor | None, scale: float
+) -> None:
+    check_attention_pair(query, key, value, slot, scale, mask)
+
+
+@operator(_check_pair, plan_attention_pair)
+def attention_pair(
+    query: Tensor, key: Tensor, value: Tensor, slot: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """:func:`decode_attention`, and behind it each head's value in column ``slot`` of the same
+    rows, in the same launches.
+
+    Args:
+        query, key, value, mask, scale: as for :func:`decode_attention`.
+        slot: (1,) int64, from 0 to S - 1, which the host does not read.
+
+    Returns:
+        (2B, H, E) in query's dtype.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+    """
+    # on fake tensors; else the plan launches
+    return query.new_empty((2 * query.shape[0], query.shape[1], value.shape[-1]))

@@ -1,6 +1,6 @@
 """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r`` in one pass over W."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,15 +73,15 @@ def plan_linear(
     index: Tensor | None = None,
     *,
     record: bool = False,
-    second: Tensor | None = None,
+    further: Sequence[Tensor] = (),
 ) -> Launch:
     """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index, the coefficients unless the
-    kernel sums them, and the weight and bias of a second map of z, or None for each.
+    kernel sums them, and weight and bias of two further maps of z, or None for each.
 
     u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
     are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
-    ``second`` is the weight (N', K) of another map to record, with the same strides, and with a
-    bias if there is one. Its outputs follow.
+    ``further`` are the weights (N', K) of up to two other maps of z without a patch, or of one to
+    record, with the same strides, and with biases if there is one. Their outputs follow.
     """
     n, k = weight.shape
     rows = len(z) // 2 if record else len(z)
@@ -95,26 +95,20 @@ def plan_linear(
             u_strides, v_strides = (0, *u_strides[1:]), (0, *v_strides[1:])
         fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
-    inputs = (
-        z,
-        weight,
-        bias,
-        u,
-        v,
-        index,
-        torch.float32 if record or (rank and not fused) else None,
-        second,
-        None if second is None else bias,
-    )
+    coeff = torch.float32 if record or (rank and not fused) else None
+    inputs: list[Tensor | torch.dtype | None] = [z, weight, bias, u, v, index, coeff]
+    for other in further:
+        inputs += [other, bias]
+    inputs += [None] * (11 - len(inputs))
     outputs: list[Memory | None] = []
-    widths = [n] if second is None else [n, len(second)]
+    widths = [n, *map(len, further)]
     for width in widths:
         outputs += [((len(z), width), dtype), ((rows, width), torch.float32) if record else None]
     tiles = triton.cdiv(rows, block_m) * sum(triton.cdiv(width, block_n) for width in widths)
     rest: tuple = (
         rows,
         n,
-        None if second is None else len(second),
+        *[*widths[1:], None, None][:2],
         *z.stride(),
         *weight.stride(),
         0 if bias is None else bias.stride(0),
@@ -132,15 +126,15 @@ def plan_linear(
         config.block_k,
         *coefficient_block(config, block_m, rows, fused, z.dtype),
         config.sums,
-        second is not None,
+        len(widths),
         config.num_stages,
         INTERPRETED,
     )
     return Launch(
         _linear_kernel,
         tiles,
-        inputs,
-        (*outputs, *[None] * (4 - len(outputs))),
+        tuple(inputs),
+        tuple((outputs + [None] * 4)[:5]),
         rest,
         config.num_warps,
         config.num_stages,
@@ -182,7 +176,7 @@ def _plan(
     def call(*tensors: Tensor | None) -> Any:
         z, weight, u, v, bias, index = tensors
         coeff = None if before is None else before(z, v, index)
-        return launch(z, weight, bias, u, v, index, coeff, None, None)
+        return launch(z, weight, bias, u, v, index, coeff, None, None, None, None)
 
     return call
 

@@ -190,13 +190,17 @@ def _linear_kernel(
     coeff_ptr,
     second_w_ptr,
     second_bias_ptr,
+    third_w_ptr,
+    third_bias_ptr,
     y_ptr,
     u_out_ptr,
     second_y_ptr,
     second_u_out_ptr,
+    third_y_ptr,
     M,
     N,
     SECOND_N,
+    THIRD_N,
     stride_zm,
     stride_zk,
     stride_wn,
@@ -221,7 +225,7 @@ def _linear_kernel(
     ROWS: tl.constexpr,  # rows of a block for which z·v is summed, a power of two ≤ BLOCK_M
     COEFF_BLOCK_K: tl.constexpr,  # elements of z and v that are loaded together for z·v
     SUMS: tl.constexpr,  # running sums of an output on matrix units, a power of two
-    PAIR: tl.constexpr,  # two recorded linear maps of z share this launch
+    MAPS: tl.constexpr,  # linear maps of z that share this launch: up to 3, recorded ones up to 2
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,  # bf16 and fp16 to fp32 before tl.dot: Triton's interpreter needs it
 ):
@@ -229,14 +233,22 @@ def _linear_kernel(
     pid = tl.program_id(0).to(tl.int64)
     row_blocks = tl.cdiv(M, BLOCK_M)
     width = N
-    if PAIR:
+    if MAPS > 1:
         first = row_blocks * tl.cdiv(N, BLOCK_N)
         if pid >= first:
             pid -= first
-            w_ptr, y_ptr, u_out_ptr = second_w_ptr, second_y_ptr, second_u_out_ptr
-            width = SECOND_N
+            w_ptr, y_ptr, width = second_w_ptr, second_y_ptr, SECOND_N
+            if RECORD:
+                u_out_ptr = second_u_out_ptr
             if HAS_BIAS:
                 bias_ptr = second_bias_ptr
+            if MAPS > 2:
+                second = row_blocks * tl.cdiv(SECOND_N, BLOCK_N)
+                if pid >= second:
+                    pid -= second
+                    w_ptr, y_ptr, width = third_w_ptr, third_y_ptr, THIRD_N
+                    if HAS_BIAS:
+                        bias_ptr = third_bias_ptr
     offs_m = (pid % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < width

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from icl_patch.checks import check_record_linear
-from icl_patch.kernels.ops.linear import plan_linear
-from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
+from icl_patch.kernels.ops.linear_maps import plan_maps
+from icl_patch.kernels.runtime.config import Config
 from icl_patch.kernels.runtime.launching import cached_launch, define, needs_op
 
 
@@ -25,39 +25,10 @@ def launch_record(
 
 
 def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tensor]]:
-    """The launches of maps, each with its weight and bias; two neighbours that are alike share
-    one.
-    """
     *flat, config = rest
-    maps, runs = list(zip(flat[::2], flat[1::2], strict=True)), []
-    for weight, bias in maps:
+    for weight, bias in zip(flat[::2], flat[1::2], strict=True):
         _check(z_pair, weight, bias, coeff)
-    configs = [
-        config or config_for(gpu_name(z_pair.device), weight.dtype, len(weight))
-        for weight, _ in maps
-    ]
-    alike = [
-        (of.arithmetic, weight.stride(), bias is None or bias.stride())
-        for of, (weight, bias) in zip(configs, maps, strict=True)
-    ]
-    i = 0
-    while i < len(maps):
-        pair = alike[i : i + 2].count(alike[i]) == 2
-        (weight, bias), second = maps[i], maps[i + 1][0] if pair else None
-        launch = plan_linear(
-            z_pair, weight, z_pair.dtype, configs[i], bias=bias, record=True, second=second
-        )
-        runs.append((slice(2 * i, 2 * (i + 1 + pair)), launch))
-        i += 1 + pair
-
-    def call(z_pair: Tensor, coeff: Tensor, *flat: Tensor | None) -> list[Tensor]:
-        outputs: list[Tensor] = []
-        for run, launch in runs:
-            first, second = flat[run][:2], flat[run][2:] or (None, None)
-            outputs += launch(z_pair, *first, None, None, None, coeff, *second)
-        return outputs
-
-    return call
+    return plan_maps(z_pair, flat, config, record=True)
 
 
 def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor) -> None:

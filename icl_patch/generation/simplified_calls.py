@@ -1,0 +1,239 @@
+"""The calls that a step's program makes, of those that were recorded."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from icl_patch.generation.grouped_maps import grouped
+from icl_patch.generation.operator_recorder import (
+    Call,
+    Recorder,
+    View,
+    key_of,
+    memory_of,
+    tensors_in,
+)
+from icl_patch.generation.program_source import SIGNS
+
+_aten = torch.ops.aten
+# What these make depends on their input's shape alone.
+_OF_SHAPES = {_aten.zeros_like, _aten.ones_like, _aten.full_like}
+_OF_SHAPES |= {_aten.new_zeros, _aten.new_ones, _aten.new_full}
+_COPIES = frozenset((_aten.clone, _aten._to_copy))
+_JOINS = frozenset((_aten.cat.default, _aten.stack.default))
+
+
+class Simplified:
+    """The calls that a program makes, of those that were recorded.
+
+    Left out are calls whose result is the same in every step, copies of what nobody changes, and
+    what was computed before. Sums and products of rows are computed as rows, without the axes of
+    length 1 around them, which would cost a view before and behind. Where many parts of values are
+    put together, they are cut in one call.
+
+    Attributes:
+        calls: in order. outputs: the tensors and views that the program gives.
+        whole: how each value lies in its memory.
+    """
+
+    def __init__(self, recorder: Recorder, outputs: Iterable[Any]) -> None:
+        self._values, self._written = recorder.values, recorder.written
+        self.whole = [View.at(number, value) for number, value in enumerate(recorder.values)]
+        self._instead: dict[int, View | Tensor] = {}
+        # of values that others were put together in: where each begins that is not the same always
+        self._parts: dict[int, list[tuple[int, View]]] = {}
+        self._constant: set[int] = set()  # memory of what is the same in every step
+        self._before: dict[Any, Call] = {}
+        calls = grouped(call for x in recorder.calls for call in self._simplified(x))
+        self.outputs = [self._resolved(x) for x in outputs]
+        needed = {x.of for x in self.outputs if isinstance(x, View)}
+        self.calls: list[Call] = []
+        for call in reversed(calls):
+            if call.writes or needed & {*call.made}:
+                self.calls.append(call)
+                needed |= {
+                    x.of for x in tensors_in((call.args, call.kwargs)) if isinstance(x, View)
+                }
+        self.calls.reverse()
+
+    def _resolved(self, x: View | Tensor) -> View | Tensor:
+        """What stands for a tensor in the program."""
+        if isinstance(x, Tensor):
+            return x
+        for start, part in self._parts.get(x.of, ()) if x.is_contiguous else ():
+            if start <= x.offset and x.offset + x.elements <= start + part.elements:
+                return replace(x, of=part.of, offset=x.offset - start + part.offset)
+        if (instead := self._instead.get(x.of)) is None:
+            return x
+        if isinstance(instead, Tensor):
+            return instead.as_strided(x.shape, x.stride, x.offset)
+        # of a copy or an earlier result, whose values lie in the same order
+        shift = instead.offset - int(self._values[x.of].storage_offset())
+        return replace(x, of=instead.of, offset=x.offset + shift)
+
+    def _simplified(self, call: Call) -> Iterator[Call]:
+        """What the program calls for it: nothing, itself or others."""
+        args, kwargs = (_with(self._resolved, x) for x in (call.args, call.kwargs))
+        call = replace(call, args=args, kwargs=kwargs)
+        made = [number for number in call.made if number is not None]
+        if call.writes or any(memory_of(self._values[number]) in self._written for number in made):
+            yield call
+            return
+        given = tensors_in((args, kwargs))
+        packet = call.target.overloadpacket
+        if packet in _OF_SHAPES or all(self._is_constant(x) for x in given):
+            for number in made:
+                self._instead[number] = self._values[number]
+                self._constant.add(memory_of(self._values[number]))
+        elif any(self._memory_of(x) in self._written for x in given):
+            yield call
+        elif packet in _COPIES and self._is_copy(given[0], self._values[made[0]]):
+            self._instead[made[0]] = given[0]
+        elif self._is_new(call):
+            yield from self._joined(call)
+
+    def _is_new(self, call: Call) -> bool:
+        """Whether it computes what no call before it did."""
+        before = self._before.setdefault(key_of((call.target, call.args, call.kwargs)), call)
+        if before is not call:
+            for again, first in zip(call.made, before.made, strict=True):
+                if again is not None and first is not None:
+                    self._instead[again] = View.at(first, self._values[first])
+        return before is call
+
+    def _joined(self, call: Call) -> Iterator[Call]:
+        """The call; if it puts tensors one behind the other, with fewer parts."""
+        number, joins = call.made[0], call.target in _JOINS and call.args[1:] in ((), (0,))
+        parts = list(call.args[0]) if joins else []
+        if number is None or not parts or not self._are_contiguous(self.whole[number], *parts):
+            yield self._of_rows(call)
+            return
+        result, joined = self.whole[number], _neighbours(parts)
+        same_dtype = len({self._values[x.of].dtype for x in (result, *parts)}) == 1
+        if len(joined) == 1 and same_dtype:
+            self._instead[number] = joined[0].reshaped(result.shape)
+        elif len(joined) < len(parts):
+            flat = [part.reshaped((part.elements,)) for part in joined]
+            self.whole[number] = result.reshaped((result.elements,))
+            yield replace(call, target=_aten.cat.default, args=(flat,))
+        elif same_dtype and self._are_cut_alike(parts):
+            yield from self._cut_together(call, number, parts)
+        else:
+            yield self._of_rows(call)
+
+    def _cut_together(self, call: Call, number: int, parts: Sequence[View]) -> Iterator[Call]:
+        """The same part of each of many values, cut out of all of them together."""
+        result, part, whole = self.whole[number], parts[0], [self.whole[x.of] for x in parts]
+        rows = (len(parts) * whole[0].shape[0], *whole[0].shape[1:])
+        if part.elements == whole[0].elements:
+            self.whole[number] = result.reshaped(rows)
+            yield replace(call, target=_aten.cat.default, args=(whole,))
+            return
+        values = torch.cat([self._values[x.of].reshape(x.shape) for x in whole])
+        together = Call(_aten.cat.default, (whole,), {}, (len(self._values),), False)
+        self._values.append(values)
+        self.whole.append(View.at(len(self.whole), values))
+        if self._is_new(together):
+            yield together
+        of = self._resolved(self.whole[-1])
+        assert isinstance(of, View)
+        cut = replace(
+            of,
+            shape=(len(parts), *part.shape),
+            stride=(whole[0].elements, *part.stride),
+            offset=part.offset - whole[0].offset,
+        )
+        self.whole[number] = result.reshaped(cut.shape)
+        contiguous = {"memory_format": torch.contiguous_format}
+        yield replace(call, target=_aten.clone.default, args=(cut,), kwargs=contiguous)
+
+    @staticmethod
+    def _are_contiguous(*parts: View | Tensor) -> bool:
+        return all(isinstance(part, View) and part.is_contiguous for part in parts)
+
+    def _are_cut_alike(self, parts: Sequence[View]) -> bool:
+        """Whether these are the same part of each of many values."""
+        whole = [self.whole[part.of] for part in parts]
+        return (
+            len(parts) > 2
+            and len({(*x.shape, x.offset) for x in whole}) == 1
+            and len({(*x.shape, x.offset) for x in parts}) == 1
+            and all(x.is_contiguous and x.shape for x in whole)
+        )
+
+    def _of_rows(self, call: Call) -> Call:
+        """The call without the axes along which its operands and its result have the length 1."""
+        number, result = call.made[0], self.whole[call.made[0] or 0]
+        is_cat = call.target is _aten.cat.default and call.args[1:] in ((), (0,))
+        operands = list(call.args[0] if is_cat else call.args)
+        if not is_cat and not (call.target in SIGNS and len(operands) == 2):
+            return call
+        views = [x if isinstance(x, View) else View.at(-1, x) for x in tensors_in(operands)]
+        size = result.shape
+        if call.kwargs or len(views) < 2 or not all(x.is_contiguous for x in (result, *views)):
+            return call
+        axes = [a for a, n in enumerate(size) if n > 1 or a == len(size) - 1 or (is_cat and not a)]
+        if len(axes) == 1:
+            axes = [max(0, axes[0] - 1), *axes]
+        if len(axes) == len(size) or len(axes) != len({*axes}):
+            return call
+
+        def rows(x: View | Tensor) -> View | Tensor:
+            padded = (*[1] * (len(size) - len(x.shape)), *x.shape)
+            short = tuple(padded[axis] for axis in axes)
+            return x.view(short) if isinstance(x, Tensor) else x.reshaped(short)
+
+        assert number is not None
+        if is_cat and not axes[0]:
+            dtype = self._values[number].dtype
+            places = _places(operands)
+            self._parts[number] = [x for x in places if self._values[x[1].of].dtype == dtype]
+        self.whole[number] = result.reshaped(tuple(size[axis] for axis in axes))
+        operands = [_with(rows, x) for x in operands]
+        return replace(call, args=(operands, *call.args[1:]) if is_cat else tuple(operands))
+
+    def _is_constant(self, x: View | Tensor) -> bool:
+        return isinstance(x, Tensor) and memory_of(x) in self._constant
+
+    def _memory_of(self, x: View | Tensor) -> int:
+        return memory_of(x if isinstance(x, Tensor) else self._values[x.of])
+
+    def _is_copy(self, x: View | Tensor, copy: Tensor) -> bool:
+        """Whether a copy lies in its memory as ``x``, which a call has made, in its own."""
+        if isinstance(x, Tensor):
+            return False
+        value, other = self._values[x.of], View.at(-1, copy)
+        if (value.dtype, value.device) != (copy.dtype, copy.device):
+            return False
+        return x.shape == other.shape and x.stride == other.stride
+
+
+def _with(function: Callable[[Any], Any], arguments: Any) -> Any:
+    """Arguments of a call, with each tensor and view replaced."""
+    return tree_map_only((Tensor, View), function, arguments)
+
+
+def _neighbours(parts: Iterable[View]) -> list[View]:
+    """The parts; those that lie one behind the other in a value are one."""
+    joined: list[View] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last and (last.of, last.offset + last.elements) == (part.of, part.offset):
+            joined[-1] = last.reshaped((last.elements + part.elements,))
+        else:
+            joined.append(part)
+    return joined
+
+
+def _places(parts: Iterable[View | Tensor]) -> Iterator[tuple[int, View]]:
+    """Where each of the contiguous tensors that are put one behind the other begins."""
+    start = 0
+    for part in parts:
+        if isinstance(part, View):
+            yield start, part
+        start += math.prod(part.shape)
