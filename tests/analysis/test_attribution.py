@@ -14,7 +14,7 @@ from icl_patch.analysis.attribution import attribution
 from icl_patch.evaluation import tiny_models
 
 CONTEXT, KEPT = tokens(0, 1, 7), tokens(1, 1, 3)
-SPANS = [(0, 1), (2, 5), (6, 7), (1, 6), (3, 4)]
+SPANS = [(0, 1), (2, 5), (3, 4)]
 
 
 def by_hand(patcher: ContextPatcher, start: int, stop: int, keep_first: int) -> list[float]:

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,23 +165,6 @@ def test_a_stopped_run_leaves_a_whole_file_that_says_where_it_comes_from(
     entries, known = parse(target.read_text()), data_files()["untuned"]
     assert [entry.dtype for entry in entries if entry not in known] == ["bfloat16"] * 4
     assert [file.name for file in target.parent.iterdir()] == [target.name]
-
-
-def test_the_time_is_of_a_checked_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    weights = [torch.full((5, 8), float(i)) for i in range(2)]
-    monkeypatch.setattr(tuning, "check", lambda *arguments: given.append(arguments))
-    monkeypatch.setattr(tuning, "launch_linear", lambda z, weight, u, v, config: given.append(z))
-
-    def compare(calls: dict[str, Any], device: torch.device) -> Any:
-        calls[""]()
-        return {"": {"median": 3.0}}
-
-    monkeypatch.setattr(tuning, "compare", compare)
-    config = SimpleNamespace()
-    assert tuning.seconds(weights, 3, 2, config) == 3
-    assert given[0][::2] == (weights[0], config) and given[1] is given[0][1][0]
-    assert [x.shape for x in given[0][1]] == [(3, 8), (3, 2, 5), (3, 2, 8)]
 
 
 def test_the_command_refuses_what_is_no_gpu(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

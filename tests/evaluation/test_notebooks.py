@@ -57,6 +57,7 @@ def test_a_wrong_formula_does_not_pass(
         run(path, monkeypatch)
 
 
+@pytest.mark.stress
 def test_watching_a_context_become_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     backend = plt.get_backend()
     try:

@@ -117,6 +117,7 @@ def check(folder: Path) -> None:
                 assert group["token_match"] == group["linf"]["zero"] == 1
 
 
+@pytest.mark.stress  # test_papers.py has the quick form of an experiment
 def test_the_quick_form_writes_pictures_numbers_and_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

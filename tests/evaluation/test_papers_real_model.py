@@ -189,6 +189,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.stress  # test_papers_protocol.py has a quick form of these runs
 def test_the_quick_form_runs_on_any_folder(quick: Path) -> None:
     numbers = real_experiments.page().read(quick / "out")["real-model"]
     assert numbers["agreement"]["bfloat16"]["exact"]["identical"]["share"] == 1

@@ -28,13 +28,12 @@ from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit
 from tools.train_embedded import build_tokenizer
 
-PROMPTS, NEW_TOKENS = 20, 25
+FEW, FULL = (8, 5), (20, 25)  # prompts and new tokens of each
 RANDOM_VOCABULARY = 259  # the byte tokenizer's
 
 
-def proof(update: str, dtype: torch.dtype, count: int = NEW_TOKENS // 5) -> VerifyReport:
-    """At full size, or at a fifth of it."""
-    texts = [prompt.context + prompt.question for prompt in demo.held_out(PROMPTS)]
+def proof(update: str, dtype: torch.dtype, prompts: int, count: int) -> VerifyReport:
+    texts = [prompt.context + prompt.question for prompt in demo.held_out(prompts)]
     report = verify(context=texts, max_new_tokens=count, update=update, dtype=dtype)
     model, tokenizer = embedded.load(dtype)
     lengths = []  # of the model's own answers; in 16 bits a batch rounds otherwise
@@ -49,18 +48,18 @@ def proof(update: str, dtype: torch.dtype, count: int = NEW_TOKENS // 5) -> Veri
 
 
 @pytest.mark.parametrize(
-    ("dtype", "count"),
+    ("dtype", "sizes"),
     [
-        *((dtype, NEW_TOKENS // 5) for dtype in (torch.float32, torch.bfloat16)),
+        *((dtype, FEW) for dtype in (torch.float32, torch.bfloat16)),
         *(
-            pytest.param(dtype, NEW_TOKENS, marks=pytest.mark.stress)
+            pytest.param(dtype, FULL, marks=pytest.mark.stress)
             for dtype in (torch.bfloat16, torch.float16)
         ),
     ],
     ids=str,
 )
-def test_exact_on_the_embedded_model(dtype: torch.dtype, count: int) -> None:
-    report = proof("exact", dtype, count)
+def test_exact_on_the_embedded_model(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    report = proof("exact", dtype, *sizes)
     epsilon = torch.finfo(dtype).eps
     assert report.bit_identical == report.token_match == report.blocks_bit_identical == 1.0
     assert report.misses == 0

@@ -43,7 +43,9 @@ def traced(step: Step) -> fx.GraphModule:
         return make_fx(step)()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.stress), torch.bfloat16], ids=str
+)
 def test_the_compiled_graph_has_the_bits_of_eager_operators(dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and Version(torch.__version__) < Version("2.12"):
         pytest.skip("on a CPU torch 2.11 rounds no product of numbers in bf16; steps are tried")

@@ -17,8 +17,8 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
     context is cached in the same split.
     """
     model, ids, mask = build(family, 1, dtype), tokens(7, 3, 12), ragged(3, 12, side="left")
-    expected = torch.stack(list(own_steps(model, ids, mask, 12)), 1)
-    settings: dict = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = torch.stack(list(own_steps(model, ids, mask, 6)), 1)
+    settings: dict = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     generated = model.generate(ids, attention_mask=mask.long(), **settings)[:, ids.shape[1] :]
     expected_ids = expected.argmax(-1)
     with ContextPatcher(model, "exact") as patcher:
@@ -38,8 +38,8 @@ def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
     model, ids, mask = build(family), tokens(8, 3, 9), ragged(3, 9, side="left")
     current, limit = ids[:, -1], noise_limit(model)
     with ContextPatcher(model, update) as patcher:
-        steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=5))
-        assert len(steps) == 5
+        steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=3))
+        assert len(steps) == 3
         for number, step in enumerate(steps):
             assert step.token_ids.shape == (3,)
             assert step.token_ids.dtype == torch.int64
@@ -59,8 +59,9 @@ def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
 @pytest.mark.parametrize(
     ("family", "update", "mode"),
     [
-        *(("llama", "direct", "auto"), ("gemma3", "stable", "two_stream")),
-        *(("gemma3", "direct", "auto"), ("llama", "stable", "shared_cache")),
+        ("llama", "direct", "auto"),
+        ("gemma3", "stable", "two_stream"),
+        ("llama", "stable", "shared_cache"),
     ],
 )
 def test_generation_under_autocast(family: str, update: str, mode: str) -> None:

@@ -13,10 +13,8 @@ from support.patchers import IDS, works
 from support.random_models import build, ragged, tokens
 from torch import Tensor, nn
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    MaxLengthCriteria,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -95,20 +93,6 @@ def test_choice_is_transformers_own(processors: str) -> None:
             torch.manual_seed(7)
             steps = list(patcher.generate(ids, context_mask=MASK, mode=mode, **arguments))
             assert torch.equal(stream(steps), expected)
-
-
-def test_the_models_own_configuration_holds() -> None:
-    model = build("llama")
-    model.generation_config = GenerationConfig(
-        max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    with ContextPatcher(model, "stable") as patcher:
-        assert len(list(patcher.generate(IDS))) == 3
-        assert len(list(patcher.generate(IDS, max_new_tokens=5))) == 5
-        other = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
-        assert len(list(patcher.generate(IDS, generation_config=other))) == 2
-        one_more = StoppingCriteriaList([MaxLengthCriteria(IDS.shape[1] + 1)])
-        assert len(list(patcher.generate(IDS, stopping_criteria=one_more))) == 1
 
 
 class Collector(BaseStreamer):

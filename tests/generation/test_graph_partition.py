@@ -135,10 +135,13 @@ GEMMA3N = {"intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.0] *
 GEMMA3N |= {"num_kv_shared_layers": 0}
 
 
-ALIKE = [("llama", {}, 3), ("mixtral", {}, 3), ("gemma3", SLIDING, 3), ("gemma4", SLIDING, 4)]
-ALIKE += [  # a Conv1D among Llama's forms, and several residual streams among Gemma's
+ALIKE = [("llama", {}, 3), ("gemma3", SLIDING, 3)]
+ALIKE += [  # experts and a Conv1D among Llama's forms, and several residual streams among Gemma's
     pytest.param(*alike, marks=pytest.mark.stress)
-    for alike in (("gpt2", {}, 3), ("gemma3n", SLIDING | GEMMA3N, 3))
+    for alike in (
+        *(("mixtral", {}, 3), ("gpt2", {}, 3)),
+        *(("gemma4", SLIDING, 4), ("gemma3n", SLIDING | GEMMA3N, 3)),
+    )
 ]
 
 

@@ -18,7 +18,7 @@ IDS, MASK = tokens(3, 3, 11), ragged(3, 11, side="left")
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
 FUSED = ("llama", "gemma3", "qwen3_moe", "phi3", "phi")
 # of part of a head, of pairs of neighbours, and none
-OTHERS = ("gpt_neox", "cohere", "glm4", "gpt2")
+OTHERS = ("gpt_neox", "cohere", "gpt2")
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ CONTEXT, KEPT = tokens(1, 2, 9), tokens(2, 2, 4)
 # of fits that are compared between devices
 FIT: dict[str, Any] = {
     "rank": 2,
-    "preserve": tokens(7, 5, 5).tolist(),
+    "preserve": tokens(7, 2, 5).tolist(),
     "accept_worse": True,
-    "distillation": Distillation(steps=4, check_every=2, dtype=torch.float32),
+    "distillation": Distillation(steps=2, check_every=1, dtype=torch.float32),
 }
 
 
@@ -85,7 +85,7 @@ def test_a_patch_moves_between_devices() -> None:
     """Factors do not depend on where they lie: a patch computed on the CPU replays there after a
     trip to the device.
     """
-    with ContextPatcher(build("gemma3", 0), "exact") as patcher:
+    with ContextPatcher(two_layers("gemma3"), "exact") as patcher:
         patch = patcher.compute(**case("span"))
         back = patch.to("cuda").to("cpu")
         moved, own = (patcher.forward(x.kept_ids, x) for x in (back, patch))
@@ -94,10 +94,10 @@ def test_a_patch_moves_between_devices() -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "llama"])
 def test_every_way_of_a_static_patch(family: str, tmp_path: Path) -> None:
-    examples = random_examples()
-    model = build(family).cuda()
+    examples = random_examples(count=4)
+    model = two_layers(family).cuda()
     patch = fit(model, examples, **FIT)
-    on_cpu = fit(build(family), examples, **FIT)
+    on_cpu = fit(two_layers(family), examples, **FIT)
     assert fit(model, examples, **FIT, start=on_cpu).rank == 2
     for path, change in patch.changes.items():
         expected = on_cpu.changes[path].dense()
@@ -140,7 +140,7 @@ def test_the_bits_of_one_device_spread_or_offloaded(
 
 @needs_two
 def test_a_static_patch_fitted_on_two_devices() -> None:
-    models = (build("llama").cuda(), spread(build("llama"), "cuda:1"))
-    fits = [fit(model, random_examples(), **FIT) for model in models]
+    models = (two_layers("llama").cuda(), spread(two_layers("llama"), "cuda:1"))
+    fits = [fit(model, random_examples(count=4), **FIT) for model in models]
     for path, change in fits[0].changes.items():
         assert torch.equal(change.dense().cpu(), fits[1].changes[path].dense().cpu())

@@ -104,8 +104,8 @@ def check_padding(model: PreTrainedModel, calls: int, kinds: Iterable[str]) -> N
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *(("llama", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-        *(("gemma3", torch.bfloat16), ("qwen3_moe", torch.float16), ("phi3", torch.float32)),
+        *(("llama", torch.float32), ("llama", torch.bfloat16), ("gemma3", torch.bfloat16)),
+        *(("qwen3_moe", torch.float16), ("phi3", torch.float32)),
     ],
     ids=str,
 )
@@ -122,7 +122,7 @@ def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: tor
             order = [row for row in range(32) if row != 1]
             order.insert(place, 1)
             assert torch.equal(log_probabilities(model, ids[order], mask[order])[place], alone[1])
-        if family == "llama":
+        if (family, dtype) == ("llama", torch.bfloat16):
             check_padding(model, 3, PADDED)
         elif family == "gemma3":  # windows count slots
             check_padding(model, 1, ("left", "right", "both sides"))

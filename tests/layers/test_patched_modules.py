@@ -238,8 +238,10 @@ def test_what_cannot_be_merged() -> None:
             PatchedLinear(base).merge()
 
 
-@pytest.mark.parametrize("kind", ["off", "shared", "row", "bias"])
-@pytest.mark.parametrize("name", ["linear", "conv1d"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("conv1d", "shared"), *(("linear", kind) for kind in ("off", "shared", "row", "bias"))],
+)
 def test_compiles_without_a_graph_break(name: str, kind: str) -> None:
     base = nn.Linear(K, N) if name == "linear" else Conv1D(N, K)
     layer, z = PatchedLinear(base), torch.randn(3, K)

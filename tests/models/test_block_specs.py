@@ -393,7 +393,7 @@ def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -
             assert metrics.linf(layer[name][1:].float(), factor.float()).max() <= limit, name
 
 
-@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gemma4-moe", "bloom", "falcon-rw"])
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "bloom", "falcon-rw"])
 def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> None:
     """Padded rows; a context of one token, for which no layer has keys yet; unused columns."""
     model, ids, mask = shallow(family), tokens(4, 2, 5), ragged(2, 5, side="left")

@@ -79,7 +79,7 @@ def of_lengths(prefix: int, context: int, kept: int) -> dict:
 
 
 # prefix, context, kept tokens: the switch lies in the context, in the kept tokens, behind all
-LENGTHS = [(4, 20, 3), (4, 20, 1), (0, 20, 4), (0, 12, 8), (4, 8, 8), (2, 8, 3)]
+LENGTHS = [(4, 20, 3), (0, 20, 1), (0, 12, 8), (2, 8, 3)]
 ON_BOTH_SIDES = (4, 8, 5)
 
 

@@ -440,20 +440,18 @@ def test_a_block_that_leaves_its_readers_out_over_a_cache() -> None:
     refuses(model, r"layers\.1 does not call its readers mlp\.gate_proj, mlp\.up_proj")
 
 
-@pytest.mark.parametrize(
-    "name", ["prefix_id", "pixel_values", "position_ids", "labels", "inputs_embeds", "kwargs"]
-)
-def test_inputs_that_the_model_does_not_have(name: str, llama_patcher: ContextPatcher) -> None:
+def test_inputs_that_the_model_does_not_have(llama_patcher: ContextPatcher) -> None:
     """Its class would take most of them, and not look at them."""
-    refusal = rf"further inputs of LlamaForCausalLM but its own \(none\), got {name}"
-    with pytest.raises(TypeError, match=refusal):
-        llama_patcher.compute(IDS, KEPT, **{name: IDS})
-    with ContextPatcher(tiny_models.build("gemma3-vision"), "stable") as patcher:
-        message = rf"its own \(.*pixel_values, token_type_ids\), got {name}"
-        if name == "pixel_values":
-            name, message = "pixel_value", message.removesuffix("s")
-        with pytest.raises(TypeError, match=message):
-            patcher.compute(IDS, KEPT, **{name: IDS, "token_type_ids": torch.zeros_like(IDS)})
+    names = ("prefix_id", "pixel_value", "position_ids", "labels", "inputs_embeds", "kwargs")
+    for name in names:
+        refusal = rf"further inputs of LlamaForCausalLM but its own \(none\), got {name}"
+        with pytest.raises(TypeError, match=refusal):
+            llama_patcher.compute(IDS, KEPT, **{name: IDS})
+    with ContextPatcher(shallow("gemma3-vision"), "stable") as patcher:
+        for name in names:
+            message = rf"its own \(.*pixel_values, token_type_ids\), got {name}"
+            with pytest.raises(TypeError, match=message):
+                patcher.compute(IDS, KEPT, **{name: IDS, "token_type_ids": torch.zeros_like(IDS)})
         patch = patcher.compute(IDS, KEPT, token_type_ids=torch.zeros_like(IDS))
         with pytest.raises(TypeError, match="got token_type_ids too: leave it out"):
             patcher.forward(KEPT, patch, token_type_ids=torch.zeros_like(KEPT))

@@ -129,7 +129,7 @@ def calls() -> Iterator[tuple[Callable[..., tuple[Tensor, ...]], tuple]]:
 
 
 @needs_native
-@pytest.mark.parametrize("index", range(0, 28, 2))  # of seven calls each in two of four dtypes
+@pytest.mark.parametrize("index", range(0, 28, 4))  # each of seven calls in one of four dtypes
 def test_opcheck(index: int) -> None:
     op, arguments = list(calls())[index]
     torch.library.opcheck(op, arguments)

@@ -24,11 +24,7 @@ from icl_patch.kernels.ops.linear import plan_linear
 from icl_patch.kernels.runtime import config, launching
 from icl_patch.kernels.runtime.config import DTYPES, Config, config_for, data_files
 
-# each in a process of its own
-CHECKS = {
-    "patched_linear": ["linear_kernel_checks.py"],
-    "others": ["kernel_checks.py", "interpreter_checks.py"],
-}
+CHECKS = ("linear_kernel_checks.py", "kernel_checks.py", "interpreter_checks.py")
 EVERYTHING = dict(compilation.launches())
 
 
@@ -411,14 +407,13 @@ def test_a_launch_is_on_the_device_of_its_inputs(
 
 
 @pytest.mark.parametrize("mark", ["not stress", pytest.param("stress", marks=pytest.mark.stress)])
-@pytest.mark.parametrize("files", CHECKS.values(), ids=CHECKS)
-def test_in_the_interpreter(files: list[str], mark: str) -> None:
+def test_in_the_interpreter(mark: str) -> None:
     """In a process of its own: triton is interpreted or not from its import on, and an access
     outside of a tensor ends it.
     """
     options = "-W ignore -m pytest --noconftest -p no:cacheprovider"
     triton = {"ICL_PATCH_OPS": "triton", "TRITON_INTERPRET": "1"}
-    paths = (TESTS / "support" / name for name in files)
+    paths = (TESTS / "support" / name for name in CHECKS)
     done = run_python(*options.split(), "-m", mark, *paths, **triton)
     print(done.stdout)
     crashed = done.returncode < 0 and re.search(r" in (\w+_kernel)$", done.stderr, re.M)

@@ -16,7 +16,7 @@ from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
 IDS = tokens(5, 1, 6)
 # Functions that take away what a pass has put into the model.
 LEAVING = ("off", "__exit__", "_restore", "exclusive", "turn", "__setattr__", "_exit_wrapper")
-TRIALS = 40
+TRIALS = 20
 
 
 class Interrupt:
@@ -56,7 +56,7 @@ def steps(patcher: ContextPatcher) -> torch.Tensor:
 
 @pytest.mark.parametrize("update", [pytest.param("stable", marks=pytest.mark.stress), "exact"])
 def test_an_interrupt_while_a_step_leaves_leaves_nothing(update: str) -> None:
-    """The model is itself at once, and the patcher goes on: at forty places, one patcher."""
+    """The model is itself at once, and the patcher goes on: at twenty places, one patcher."""
     model = build("llama", num_hidden_layers=2)
     before, plain = Snapshot(model), model(IDS).logits
     with ContextPatcher(model, update) as patcher:

@@ -39,7 +39,7 @@ def unchanged(model: Any) -> Iterator[None]:
 
 
 EVERY_WAY = [("llama", *pair) for pair in zip(("direct", "stable", "exact"), WAYS, strict=True)]
-EVERY_WRITER = ("gemma3", "gpt2", "phi", "granite", "qwen2_moe", "gpt_oss", "jamba")
+EVERY_WRITER = ("gemma3", "gpt2", "gpt_oss", "jamba")
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.patchers import IDS, Snapshot, plain_logits, updates, works
+from support.patchers import IDS, Snapshot, plain_logits, works
 from support.random_models import build, case, tokens, two_layers
 from support.storages import largest_of
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, PatchedLinear, ops
 from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.tolerances import rounding_limit
 
 
 def use(patcher: ContextPatcher, stage: str) -> None:
@@ -191,10 +192,9 @@ def test_detach_leaves_alone_what_was_replaced_meanwhile(what: str) -> None:
             works(patcher)
 
 
-@updates
-def test_all_in_inference_mode(update: str) -> None:
+def test_all_in_inference_mode() -> None:
     """A model that is made and attached there; attached outside: test_fingerprints.py."""
-    with torch.inference_mode(), ContextPatcher(build("gemma3"), update) as patcher:
+    with torch.inference_mode(), ContextPatcher(build("gemma3")) as patcher:
         works(patcher)
         use(patcher, "generate")
 
@@ -282,6 +282,8 @@ def test_a_patch_replays_with_or_without_autocast_as_it_was_made(
         assert not torch.equal(patch.logits, other.logits)
         patch.save(tmp_path / "patch.safetensors")
         loaded = ContextPatch.load(tmp_path / "patch.safetensors", model)
+        assert loaded.digest is not None
+        assert loaded.digest.limit == rounding_limit(torch.bfloat16 if under else torch.float32)
         for enabled, made in itertools.product((False, True), (patch, loaded)):
             with bfloat16(enabled=enabled):
                 logits = patcher.forward(made.kept_ids, made)

@@ -66,7 +66,7 @@ def test_a_replay_has_the_bits_of_its_step(family: str) -> None:
     """In bf16 a router's ties are decided by rounding: a replay that rounds otherwise would choose
     experts that have no factors.
     """
-    for seed, rows in enumerate((1, 2, 66)):
+    for seed, rows in enumerate((2, 66)):
         with ContextPatcher(shallow(family, seed, torch.bfloat16), "stable") as patcher:
             for step in patcher.generate(
                 tokens(seed, rows, 8), max_new_tokens=3, mode="auto", eos_token_id=None

@@ -258,19 +258,6 @@ def test_some_layers(patcher: ContextPatcher, dataset: Path, tmp_path: Path) -> 
     assert not (tmp_path / "none").exists()
 
 
-def test_a_second_run_does_nothing(
-    patcher: ContextPatcher, dataset: Path, extracted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = files(extracted)
-    monkeypatch.setattr(patcher, "compute", lambda *_args, **_more: pytest.fail("computed again"))
-    progress: list[tuple[int, int]] = []
-    counting = {"progress": lambda *counts: progress.append(counts)}
-    summary = scale.extract_dataset(patcher, dataset, extracted, batching=SMALL, **counting)
-    assert (summary.patches, summary.plan.finished, summary.plan.todo) == (0, len(ROWS), 0)
-    assert progress[-1] == (len(ROWS), len(ROWS))
-    assert files(extracted) == before
-
-
 def test_further_rows_and_duplicates(
     patcher: ContextPatcher, extracted: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow")
 
 
 @pytest.mark.parametrize(
-    ("kills", "rows"), [(3, 16), pytest.param(100, 1200, marks=pytest.mark.stress)]
+    ("kills", "rows"), [(3, 10), pytest.param(100, 1200, marks=pytest.mark.stress)]
 )
 def test_a_killed_run_goes_on(kills: int, rows: int, tmp_path: Path) -> None:
     """In the end it has the files of a run that was not stopped; temporary ones stay a while."""

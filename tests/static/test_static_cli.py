@@ -27,6 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, 5)]
     texts = [x.context + x.question + x.answer for x in prompts if "german" not in x.context]
     (path / "texts.json").write_text(json.dumps(texts))
+    few = {"context": "say german\n", "questions": questions[:4], "answers": ["eins"] * 4}
+    (path / "few.json").write_text(json.dumps([few]))
+    (path / "text.json").write_text(json.dumps(texts[:5]))
     return path
 
 
@@ -155,14 +158,15 @@ def test_a_refused_fit_writes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert fit.PARTS == PARTS
-    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n"]
-    for options, message, kept in (
-        (["--rank", "129"], "expected a rank from 1 to 128", []),
-        (["--learning-rate", "9", "--steps", "1"], "expected a patch", ["patch.answers.json"]),
+    arguments = ["fit", "--examples", folder / "few.json", "--end", "\n"]
+    arguments += ["--preserve", folder / "text.json", "--out", tmp_path / "patch.safetensors"]
+    for options, message in (
+        (["--rank", "129"], "expected a rank from 1 to 128"),
+        (["--learning-rate", "9", "--steps", "1"], "expected a patch"),
     ):
-        status, _, err = run(capsys, *arguments, *options, "--out", tmp_path / "patch.safetensors")
+        status, _, err = run(capsys, *arguments, *options)
         assert status == 2 and message in err
-        assert [file.name for file in tmp_path.iterdir()] == kept
+        assert not list(tmp_path.iterdir())
 
 
 def test_the_answers_of_a_fit_are_kept_and_each_step_is_said(
@@ -225,7 +229,8 @@ def test_a_patch_without_its_model_is_refused_by_the_models_name(
 def test_a_file_is_replaced_only_with_force(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    examples = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "2"]
+    examples = ["--examples", folder / "few.json", "--preserve", folder / "text.json"]
+    examples += ["--end", "\n", "--steps", "2"]
     for command, *options in (
         ("extract", "--context", "abc", "--question", "d"),
         ("fit", *examples, "--accept-worse"),

@@ -39,7 +39,7 @@ from icl_patch.kernels.runtime.launching import INTERPRETED
 # record_linear, read_direction
 
 
-LIGHT = [(torch.float32, 1), (torch.bfloat16, 3), (torch.bfloat16, 18)]
+LIGHT = [(torch.float32, 1), (torch.bfloat16, 3)]
 RECORDED = [
     of if of in LIGHT else heavy(*of) for of in itertools.product(SOME.values(), (1, 3, 8, 18))
 ]
@@ -97,12 +97,16 @@ def test_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
 )
 def test_row_ops(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
     """As ops, which these kernels serve; of a row of 2100 elements two segments."""
-    row_ops.check_all(dtype, widths, DEVICE)
+    if INTERPRETED and widths == (2100,):
+        row_ops.check_rms_norm(dtype, "llama", widths)
+        row_ops.check_norm_pair(dtype, "gemma", widths)
+    else:
+        row_ops.check_all(dtype, widths, DEVICE)
 
 
 @bf16_heavy
 def test_the_coefficients_of_a_direction_are_those_of_a_linear_op(dtype: torch.dtype) -> None:
-    for k in (1, 63, 2500):
+    for k in (63, 2500) if INTERPRETED else (1, 63, 2500):
         hidden = normal(seeded(k), 6, k, dtype=dtype).to(DEVICE)
         z_pair, _, v, _, coeff = kernels.norm_pair(hidden, hidden[0], 1e-5)
         assert same_bits(coeff, coefficients(z_pair[3:], v.unsqueeze(1)))
@@ -153,8 +157,8 @@ def test_signs_that_are_still_to_be_changed() -> None:
 @every_float
 def test_expert_linear(dtype: torch.dtype) -> None:
     sizes = expert_products.SIZES
-    if INTERPRETED:  # of fp32 the larger one: the next test
-        sizes = expert_products.SMALL[: 1 if dtype == torch.float32 else 2]
+    if INTERPRETED:  # the larger one: the next test
+        sizes = expert_products.SMALL[:1]
     expert_products.check_products(kernels.expert_linear, dtype, sizes, DEVICE, cut=INTERPRETED)
 
 
@@ -197,14 +201,14 @@ def operator_calls() -> list[tuple[str, tuple]]:
     ]
 
 
-@pytest.mark.parametrize("number", [heavy(x) if x in (1, 10) else x for x in range(13)])
+@pytest.mark.parametrize("number", [x if x in (0, 8, 9, 12) else heavy(x) for x in range(13)])
 def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name, arguments = operator_calls()[number]
     torch.library.opcheck(getattr(torch.ops.icl_patch, f"triton_{name}").default, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][INTERPRETED:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, heavy(torch.bfloat16)][INTERPRETED:], ids=str)
 def test_a_compiled_graph_launches_for_the_rows_it_has(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,15 +258,16 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(
         return found
 
     backend = "aot_eager" if INTERPRETED else "inductor"
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    for rows in (1, 8, 17):
+    compiled = torch.compile(step, fullgraph=True, dynamic=INTERPRETED or None, backend=backend)
+    all_rows = (8, 17) if INTERPRETED else (1, 8, 17)  # each graph takes seconds there
+    for rows in all_rows:
         sizes = ((rows, 70), (2 * rows, 70), (rows, 9))
         inputs = [normal(seeded(rows), *size, dtype=dtype).to(DEVICE) for size in sizes]
         inputs.append(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
         with torch.compiler.set_stance("default" if rows < 17 else "fail_on_recompile"):
             outputs = compiled(*inputs)
         assert are_configured_for(rows) == {True}
-        assert rows > 1 or all(map(same_bits, outputs, step(*inputs)))
+        assert rows > all_rows[0] or all(map(same_bits, outputs, step(*inputs)))
         launched.clear()
 
 

@@ -57,11 +57,11 @@ def results(
         found += [patch.report.misses, patch.report.correction]
         patch.save(file)
         found.append(patcher.forward(ids[1], ContextPatch.load(file, model)))
-        grown = patcher.dynamics(ids[0][:, :4], ids[1]).patches[-1]
+        grown = patcher.dynamics(ids[0][:, :2], ids[1]).patches[-1]
         found += grown.norms().values()
         two = patcher.update == "exact" or patcher.attached_model.steps_take_two_passes
         mode = "two_pass" if two else "two_stream"
-        found += [x.token_ids for x in patcher.generate(ids[0], max_new_tokens=3, mode=mode)]
+        found += [x.token_ids for x in patcher.generate(ids[0], max_new_tokens=2, mode=mode)]
     return found, file.read_bytes()
 
 
