@@ -95,6 +95,7 @@ bench: $(RUN) build/peft ## time the kernels beside the code that they replace, 
 	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
 sweep: $(RUN) ## try every causal model class of transformers, small and random; resumes a stopped run; hours on one core; docs/model_classes.md
+	OMP_NUM_THREADS=1 $(RUN) tools/step_programs.py $(TYPES)
 	OMP_NUM_THREADS=1 $(RUN) tools/sweep.py $(TYPES)
 
 figures: $(RUN) ## write the tables of the benchmarks, README and docs again from their numbers, and the reference from the docstrings

@@ -25,7 +25,7 @@ import json
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from support import realistic_weights  # noqa: E402
 from support.random_models import Stock  # noqa: E402
 
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
+PROGRAMS = ROOT / "docs/data/step-programs.jsonl"
 REALISTIC_CELLS = ROOT / "docs/model_classes_realistic.jsonl"
 VOCABULARY = 97
 LIMIT = 300  # seconds for one type
@@ -155,8 +156,6 @@ def cells_of(
     model_type: str, changes: dict[str, Any], realistic: bool = False
 ) -> Iterator[dict[str, Any]]:
     """All cells of a type."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
 
     @functools.cache
     def prepared(dtype: torch.dtype) -> tuple[PreTrainedModel, tuple[int, ...]]:
@@ -189,30 +188,38 @@ def failure(error: Exception, unexpected: str) -> dict[str, str]:
     return {"result": unexpected, "text": f"{type(error).__name__}: {error}"[:500]}
 
 
-def run_apart(
-    key: dict[str, str], changes: dict[str, Any], realistic: bool
-) -> list[dict[str, Any]]:
-    """The cells of a type, from a process of its own."""
+def apart(measured: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
+    """What a call returns in a process of its own; None if it crashes or does not end."""
     context = multiprocessing.get_context("fork")
-    found, made = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
 
     def run() -> None:
         torch.set_num_threads(1)
-        made.send(list(cells_of(key["type"], changes, realistic)))
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        sender.send(measured())
 
     process = context.Process(target=run)
     process.start()
-    made.close()
-    cells = [{"scenario": "", "update": "", "result": "not finished"}]
-    with contextlib.suppress(EOFError):  # it has crashed
-        if found.poll(LIMIT):
-            cells = found.recv()
+    sender.close()
+    found: list[dict[str, Any]] | None = None
+    with contextlib.suppress(EOFError):
+        if receiver.poll(LIMIT):
+            found = receiver.recv()
     process.kill()
     process.join()
+    return found
+
+
+def cells_apart(
+    key: dict[str, str], changes: dict[str, Any], realistic: bool
+) -> list[dict[str, Any]]:
+    """The cells of a type, from a process of its own."""
+    cells = apart(lambda: list(cells_of(key["type"], changes, realistic)))
     key = key | {"transformers": transformers.__version__}
     return [
         key | {k: float(f"{v:.1e}") if isinstance(v, float) else v for k, v in cell.items()}
-        for cell in cells
+        for cell in cells or [{"scenario": "", "update": "", "result": "not finished"}]
     ]
 
 
@@ -233,11 +240,11 @@ def main() -> None:
     for key, changes in jobs():
         chosen = not options.types or key["type"] in options.types
         if chosen and (key["type"], key["variant"]) not in done:
-            own = run_apart(key, changes, options.realistic)
+            own = cells_apart(key, changes, options.realistic)
             cells += own
             out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
             print(*key.values(), *verdict(own), flush=True)
-    PAGE.write_text(page(SCENARIOS, read(CELLS), read(REALISTIC_CELLS)))
+    PAGE.write_text(page(SCENARIOS, read(CELLS), read(REALISTIC_CELLS), read(PROGRAMS)))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,17 @@ with scales from 0.01 to 30, nearly dependent rows and nearly tied logits.
 """
 
 
+MOST_NAMES = 20  # in a cell of the table of programs; of more types it has the number
+PROGRAMS = """## Decode steps as programs
+
+On the CPU `generate` records a step and runs it as a program
+([how](how_it_works.md#a-token-in-a-block-operator-by-operator)). `tools/step_programs.py` compares
+all bits of 5 steps with the model's own code ([results](data/step-programs.jsonl)): one row in fp32
+and fp16, three padded rows in bf16, in caches of 24 tokens. A type with several results stands in
+several rows.
+"""
+
+
 def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
     """The result of a type or variant in one word, and the reason of a refusal."""
     order = ("crashed", "wrong", "right", "not finished", "refused", "not built")
@@ -73,7 +84,10 @@ def label(cells: list[dict[str, Any]]) -> str:
 
 
 def page(
-    scenarios: Iterable[str], cells: list[dict[str, Any]], realistic: list[dict[str, Any]]
+    scenarios: Iterable[str],
+    cells: list[dict[str, Any]],
+    realistic: list[dict[str, Any]],
+    programs: list[dict[str, Any]],
 ) -> str:
     """All types and variants by their results, with random and with realistic weights."""
     tables = {"random": by_job(cells), "realistic": by_job(realistic)}
@@ -94,4 +108,33 @@ def page(
     lines += ["", "| result | types and variants |", "|---|---|"]
     for text, names in sorted(groups.items(), key=lambda group: -len(group[1])):
         lines.append(f"| {text} | {', '.join(names)} |")
+    lines += ["", *program_lines(programs)]
     return "\n".join(lines) + "\n"
+
+
+def program_lines(programs: list[dict[str, Any]]) -> list[str]:
+    """Which types' decode steps run as programs, by update, and the reasons of the others."""
+    lines, groups = [PROGRAMS], dict[str, dict[str, list[str]]]()
+    for line in programs:
+        name = f"{line['type']} ({line['variant']})" if line["variant"] else line["type"]
+        for reason in {program_reason(run) for run in line["runs"].values()}:
+            groups.setdefault(reason, {}).setdefault(line["update"], []).append(name)
+    lines += ["", "| steps | exact | stable |", "|---|---|---|"]
+    for reason, found in sorted(
+        groups.items(), key=lambda group: -sum(map(len, group[1].values()))
+    ):
+        shown = [found.get(update, []) for update in ("exact", "stable")]
+        short = [
+            str(len(names)) if len(names) > MOST_NAMES else ", ".join(names) for names in shown
+        ]
+        lines.append(f"| {reason} | {' | '.join(short)} |")
+    return lines
+
+
+def program_reason(run: str) -> str:
+    """A run's result without the names of one class and its modules."""
+    if run.startswith("refused"):
+        return "refused by every update, as above"
+    for pattern, words in ((r".* a program of them: |\. Ask for compile=.*", ""), *WORDS):
+        run = re.sub(pattern, words, run)
+    return re.sub(r"keep \d+ tokens, and its window has \d+", "keep more than four windows", run)

@@ -69,4 +69,8 @@ def test_the_table_has_no_wrong_cell_and_is_what_the_page_says() -> None:
     for mine in (cells, realistic):
         assert {cell["type"] for cell in mine} >= set(FORMS)
         assert not [cell for cell in mine if cell["result"] in ("wrong", "crashed")]
-    assert sweep.PAGE.read_text() == sweep_page.page(sweep.SCENARIOS, cells, realistic)
+    programs = sweep.read(sweep.PROGRAMS)
+    assert {line["type"] for line in programs} >= {cell["type"] for cell in cells}
+    runs = {run for line in programs for run in line["runs"].values()}
+    assert not [run for run in runs if "other bits" in run or "without a warning" in run]
+    assert sweep.PAGE.read_text() == sweep_page.page(sweep.SCENARIOS, cells, realistic, programs)
