@@ -35,6 +35,10 @@ def test_every_run_is_compared_with_the_model_and_its_context(name: str) -> None
     model, context, kept = build(name, dtype=torch.bfloat16), tokens(0, 1, 9), tokens(1, 1, 5)
     with fidelity.attached(model) as models:
         found = fidelity.measure(models, context, kept)
+        fewer = fidelity.measure(models, context, kept, stepwise=False, first_kept=False)
+    left_out = (KEPT, KEPT_DIRECT, STEPWISE)
+    assert list(fewer) == [key for key in found if key.split("/")[0] not in left_out]
+    assert all(np.array_equal(x, found[key]) for key, x in fewer.items())
     whole = model(torch.cat([context, kept], 1), use_cache=False).logits[0, -5:]
     for update in ("exact", "stable", "direct"):  # the first gives the reference
         with ContextPatcher(build(name, dtype=torch.bfloat16), update) as patcher:
@@ -242,6 +246,7 @@ def test_the_committed_page_is_that_of_the_numbers() -> None:
 def test_the_committed_numbers_are_of_full_size() -> None:
     numbers = committed()
     sizes = json.loads(json.dumps(runs.asdict(runs.FULL)))
+    assert sizes.pop("first_kept") == 1  # the numbers are older than this
     assert sizes.items() <= numbers["sizes_of_run"].items()
     assert list(numbers["agreement"]) == list(runs.FULL.dtypes)
     for found in numbers["agreement"].values():
