@@ -70,14 +70,20 @@ class Sizes:
 FULL = Sizes()
 SHORT = Sizes(
     dtypes=("float32", "bfloat16"),
-    lengths={16: 6, 64: 6, 256: 6, 1024: 3},
-    excerpt=(96, 5),
+    prompts={
+        "few-shot": (12, 1, 16),
+        "chat": (12, 2, 40),
+        "passage": (12, 1, 32),
+        "code": (16, 1, 48),
+    },
+    lengths={16: 1, 256: 1, 1024: 1},
+    excerpt=(24, 5),
     shots=(8, 2),
-    tasks=3,
+    tasks=1,
     disturbed=16,
     stepwise=8,
     first_kept=8,
-    spanned=5,
+    spanned=12,
 )
 QUICK = Sizes(
     dtypes=("bfloat16",),
