@@ -29,7 +29,8 @@ NAVIGATION = {
     "Kernels": ["docs/kernels", "docs/performance"],
     "The papers": [
         "Statement by statement <docs/papers/statements>",
-        "On a pretrained model <docs/papers/real-model>",
+        "On pretrained models: SmolLM2 <docs/papers/real-model>",
+        "On pretrained models: Gemma 3 270M <docs/papers/gemma-3-270m>",
         "Goldwaser et al.: Figures 3 and 4 <docs/papers/figures-3-and-4>",
         "Goldwaser et al.: images, bf16 <docs/papers/context-parameter-equivalence>",
         "Dherin et al.: linear regression <docs/papers/linear-regression>",

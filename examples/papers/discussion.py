@@ -5,7 +5,8 @@
     python examples/papers/discussion.py FOLDER --quick              # few prompts
 
 The folder holds a causal language model and its tokenizer. Steering vectors, and what is measured
-with them, are left out where blocks do not end in a matrix or a bias. fp32 on the CPU; minutes.
+with them, are left out where blocks do not end in a matrix or a bias. The page is on all models in
+``--out``, each measured by a call of its own. fp32 on the CPU; minutes.
 """
 
 import copy
@@ -247,9 +248,6 @@ class Discussion:
         }
 
 
-PAGE = Page("discussion", ("discussion",), {})
-
-
 def measure(folder: Path, quick: bool) -> dict[str, Any]:
     """All numbers of the page."""
     found = Discussion(folder, quick)
@@ -266,10 +264,19 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
     }
 
 
+def page(out: Path, *further: str) -> Page:
+    """The page on the models whose numbers are in a folder, and on further ones."""
+    found = {path.stem for path in out.glob("discussion-*.json")} | {*further}
+    return Page("discussion", sorted(found), {})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, unless asked to redraw, and write numbers and page."""
     options = parse("The papers' discussion items on a model.", arguments, of_model=True)
-    PAGE.run(options, lambda _: measure(options.folder, options.quick))
+    name = () if options.redraw else (f"discussion-{options.folder.resolve().name}",)
+    page(options.out, *name).run(
+        options, lambda _: measure(options.folder, options.quick), only=name
+    )
     return 0
 
 

@@ -53,6 +53,7 @@ def dependence(numbers: Numbers) -> Figure:
                     label = f"the model itself, {run}" if run in NOISE else run
                     band(axis, range(len(values)) if x is None else x, both, COLOURS[run], label)
         top.set(title=DTYPES[dtype], xlabel="block", yscale="log")
+        top.locator_params("x", integer=True)
         bottom.set(xlabel="tokens of the context", yscale="log")
         bottom.set_xscale("log", base=2)
         bottom.xaxis.set_major_formatter("{x:g}")
@@ -62,11 +63,12 @@ def dependence(numbers: Numbers) -> Figure:
                     both = [(middle, middle, high) for middle, high in found["largest"]]
                     band(axis, range(len(both)), both, COLOURS[run])
             axis.set(xlabel="block", yscale="log")
+            axis.locator_params("x", integer=True)
     axes[0, 0].set_ylabel("relative error of the block's output")
     axes[1, 0].set_ylabel("L∞ / max |logit|")
     if rows == 3:
         axes[2, 0].set_ylabel("largest |m′| / RMS(m)")
-    legend(figure, axes[0, 0], 5)
+    legend(figure, axes[0, 0], 2 * columns - 1)
     return figure
 
 
@@ -77,6 +79,7 @@ def sensitivity(numbers: Numbers) -> Figure:
     for (name, values), colour in zip(numbers["disturbed"].items(), colours, strict=True):
         band(axis, range(len(values)), values, colour, name)
     axis.set(yscale="log", xlabel="block", ylabel="disturbance, relative; 1 after block 0")
+    axis.locator_params("x", integer=True)
     axis.legend(fontsize=9)
     return figure
 
@@ -96,6 +99,7 @@ def changes(numbers: Numbers) -> Figure:
                 bottom.plot(100 * found, style, color=COLOURS[run], label=label)
         top.set(yscale="log", title=module)
         bottom.set(xlabel="block", ylim=(0, 105))
+        bottom.locator_params("x", integer=True)
     axes[0, 0].set_ylabel("‖ΔW‖ / ‖W‖: median, 5 to 95 % of tokens")
     axes[1, 0].set_ylabel("directions that hold 50 and 90 %\nof the squared norm, % of the tokens")
     axes[1, 0].legend(fontsize=9)

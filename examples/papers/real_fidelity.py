@@ -5,6 +5,7 @@ token and block by block, beside the unmodified model with its context.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.passes import Computation, observe
+from icl_patch.recording.passes import Computation, observe, run_closing_pass
 from icl_patch.recording.sequences import Sequences, assemble
 
 KEPT, KEPT_DIRECT = "stable, first token kept", "direct, first token kept"
@@ -45,24 +46,30 @@ def attached(model: Any) -> Iterator[dict[str, AttachedModel]]:
 
 @torch.no_grad()
 def measure(
-    models: dict[str, AttachedModel], context: Tensor, kept: Tensor, stepwise: bool = True
+    models: dict[str, AttachedModel],
+    context: Tensor,
+    kept: Tensor,
+    stepwise: bool = True,
+    first_kept: bool = True,
 ) -> Arrays:
     """One sequence, context (1, C) and kept tokens (1, T): for every run the errors of each token,
     (T,), and of each block's output, (L, T); and the sizes of the changes.
 
-    stepwise: also run the unmodified model token by token.
+    stepwise: also run the unmodified model token by token. first_kept: also keep the first token.
     """
     sequences, exact = assemble(context, kept), models["exact"]
     first = assemble(context, kept, keep_first=1)
     cache = exact.prefill(sequences)
     two_updates = any(block.spec.writer is Writer.SCALE for block in exact.blocks)
-    computations = {
-        run: models[run.split(",")[0]].compute_from(
-            copy.deepcopy(cache), first if run in (KEPT, KEPT_DIRECT) else sequences
-        )
-        for run in REPLAYS
-        if run != KEPT_DIRECT or two_updates
-    }
+    runs = [run for run in REPLAYS if first_kept or run not in (KEPT, KEPT_DIRECT)]
+    computations = {"exact": exact.compute_from(copy.deepcopy(cache), sequences)}
+    for run in runs:
+        attached = models[run.split(",")[0]]
+        if run in (KEPT, KEPT_DIRECT):
+            if run == KEPT or two_updates:
+                computations[run] = attached.compute_from(copy.deepcopy(cache), first)
+        elif run != "exact":  # the pass with the context is that of exact
+            computations[run] = closing_pass(attached, computations["exact"], sequences)
     reference = computations["exact"].patch.logits
     assert reference is not None
     blocks = _blocks(computations["exact"].activations, len(exact.blocks), kept.shape[1])
@@ -88,6 +95,13 @@ def measure(
     return found
 
 
+def closing_pass(attached: AttachedModel, other: Computation, sequences: Sequences) -> Computation:
+    """The computation of a model's update from the pass with the context of another update's."""
+    patch = replace(attached.empty_patch(sequences, passes=2), logits=other.patch.logits)
+    with attached.attachment.exclusive():
+        return run_closing_pass(attached, other.activations, patch, attached.update)
+
+
 def _blocks(activations: Sequence[BlockActivations], blocks: int, width: int) -> Tensor:
     """The blocks' outputs (L, width, d) in fp32 at a run's last tokens, in one or more calls."""
     outputs = [entry.output[0].float() for entry in activations]
@@ -101,7 +115,7 @@ def _noise(
     """The unmodified model on the same tokens in other calls, see :data:`NOISE`."""
     width, found = sequences.tail_ids.shape[1], {}
     with observe(model.blocks) as activations:
-        logits = model.model(input_ids=sequences.ids, use_cache=False).logits[:, -width:]
+        logits = model.model(input_ids=sequences.ids, use_cache=False, logits_to_keep=width).logits
     found["no cache"] = logits, activations
     if not stepwise:
         return found

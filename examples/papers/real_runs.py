@@ -36,7 +36,8 @@ class Sizes:
             products.
         excerpt: kept tokens behind a context of the long text, see real_prompts.excerpts.
         shots: pairs of a growing few-shot context, and questions; tasks: how many of them.
-        disturbed: one prompt of so many is disturbed; stepwise: and one runs token by token.
+        disturbed: one prompt of so many is disturbed; stepwise: and one runs token by token;
+            first_kept: and one runs with the first token kept, too.
         spanned: of one context in so many the space of the changes is measured.
     """
 
@@ -62,6 +63,7 @@ class Sizes:
     tasks: int = 8
     disturbed: int = 8
     stepwise: int = 4
+    first_kept: int = 1
     spanned: int = 1
 
 
@@ -69,18 +71,19 @@ FULL = Sizes()
 SHORT = Sizes(
     dtypes=("float32", "bfloat16"),
     prompts={
-        "few-shot": (12, 4, 8),
-        "chat": (12, 2, 24),
-        "passage": (12, 3, 24),
-        "code": (16, 1, 36),
+        "few-shot": (12, 1, 16),
+        "chat": (12, 2, 40),
+        "passage": (12, 1, 32),
+        "code": (16, 1, 48),
     },
-    lengths={16: 6, 64: 6, 256: 6, 1024: 3, 2048: 2, 4000: 1},
-    excerpt=(96, 5),
+    lengths={16: 1, 256: 1, 1024: 1},
+    excerpt=(24, 5),
     shots=(8, 2),
-    tasks=3,
+    tasks=1,
     disturbed=16,
     stepwise=8,
-    spanned=5,
+    first_kept=8,
+    spanned=12,
 )
 QUICK = Sizes(
     dtypes=("bfloat16",),
@@ -218,7 +221,10 @@ class Runs(Results):
         """Every prompt: its context (1, C) and its kept tokens (1, T)."""
         return self.stage(
             dtype,
-            {name: (*x, not i % self.sizes.stepwise) for i, (name, x) in enumerate(rows.items())},
+            {
+                name: (*x, not i % self.sizes.stepwise, not i % self.sizes.first_kept)
+                for i, (name, x) in enumerate(rows.items())
+            },
             lambda: attached(self._load(dtype)),
             lambda models, x: measure(models, *x),
         )

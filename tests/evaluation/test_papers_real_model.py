@@ -23,6 +23,7 @@ from support.random_models import build, tokens
 from torch import nn
 
 from icl_patch import ContextPatcher, embedded, metrics
+from icl_patch.evaluation.report import percent
 
 RESULTS = Path(__file__).parents[2] / "docs" / "papers"
 
@@ -35,6 +36,10 @@ def test_every_run_is_compared_with_the_model_and_its_context(name: str) -> None
     model, context, kept = build(name, dtype=torch.bfloat16), tokens(0, 1, 9), tokens(1, 1, 5)
     with fidelity.attached(model) as models:
         found = fidelity.measure(models, context, kept)
+        fewer = fidelity.measure(models, context, kept, stepwise=False, first_kept=False)
+    left_out = (KEPT, KEPT_DIRECT, STEPWISE)
+    assert list(fewer) == [key for key in found if key.split("/")[0] not in left_out]
+    assert all(np.array_equal(x, found[key]) for key, x in fewer.items())
     whole = model(torch.cat([context, kept], 1), use_cache=False).logits[0, -5:]
     for update in ("exact", "stable", "direct"):  # the first gives the reference
         with ContextPatcher(build(name, dtype=torch.bfloat16), update) as patcher:
@@ -228,21 +233,26 @@ def test_a_stopped_run_goes_on(quick: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # -- the committed page
 
 
-def committed() -> dict[str, Any]:
-    return real_experiments.page().read(RESULTS)["real-model"]
+GEMMA = "gemma-3-270m"
 
 
-def test_the_committed_page_is_that_of_the_numbers() -> None:
-    text = (RESULTS / "real-model.md").read_text("utf-8")
-    page = real_experiments.page()
-    assert page.text({"real-model": committed()}) == text
-    for name in page.pictures:
-        assert (RESULTS / f"{name}.png").exists() and f"]({name}.png)" in text
+def committed(name: str = "real-model") -> dict[str, Any]:
+    return real_experiments.page(name).read(RESULTS)[name]
+
+
+@pytest.mark.parametrize("name", ["real-model", GEMMA])
+def test_the_committed_page_is_that_of_the_numbers(name: str) -> None:
+    text = (RESULTS / f"{name}.md").read_text("utf-8")
+    page = real_experiments.page(name)
+    assert page.text({name: committed(name)}) == text
+    for picture in page.pictures:
+        assert (RESULTS / f"{picture}.png").exists() and f"]({picture}.png)" in text
 
 
 def test_the_committed_numbers_are_of_full_size() -> None:
     numbers = committed()
     sizes = json.loads(json.dumps(runs.asdict(runs.FULL)))
+    assert sizes.pop("first_kept") == 1  # the numbers are older than this
     assert sizes.items() <= numbers["sizes_of_run"].items()
     assert list(numbers["agreement"]) == list(runs.FULL.dtypes)
     for found in numbers["agreement"].values():
@@ -284,3 +294,34 @@ def test_steps_shrink_at_first_with_right_answers_and_with_shuffled_ones() -> No
     ratios = [a[1] / b[1] for a, b in zip(right["steps"], shuffled["steps"], strict=True)]
     assert all(0.8 < ratio < 1.25 for ratio in ratios)
     assert right["right"][-1] > 2 * shuffled["right"][-1]
+
+
+def test_the_conclusions_on_gemma_are_those_of_the_numbers() -> None:
+    numbers = committed(GEMMA)
+    low, full = (numbers["agreement"][dtype] for dtype in ("bfloat16", "float32"))
+    assert low["exact"]["identical"]["share"] == full["exact"]["identical"]["share"] == 1
+    assert not numbers["direct_is_stable"]
+    for update in ("direct", "stable"):
+        assert full[update]["match"]["share"] == 1
+        lowest, highest = low[update]["match"]["interval"]
+        assert lowest <= low["no cache"]["match"]["share"] <= highest
+        for found in (low, full):
+            assert found[update]["linf"][3] < found["no cache"]["linf"][3]
+    assert numbers["sizes_of_run"] == json.loads(json.dumps(runs.asdict(runs.SHORT)))
+    for span in numbers["spanned"].values():
+        matrices = [x for key, x in span.items() if "mlp" in key and key.endswith("rank per token")]
+        assert len(matrices) == 3 and all(min(x) == 1 for x in matrices)
+    assert np.mean(numbers["spanned"]["0"]["post_feedforward_layernorm/mean"]) > 0.9
+    largest = numbers["scales"]["bfloat16"]
+    worst = {run: max(high for _, high in found["largest"]) for run, found in largest.items()}
+    assert worst["direct"] > 10 * worst["stable"]
+    pairs = low["exact"]["tokens"] * numbers["config"]["num_hidden_layers"]
+    for found in numbers["control"].values():
+        for entry in found.values():
+            assert entry["misses"] == 0
+        assert found["exact"]["pairs"] == pairs
+    rows = (RESULTS / "statements.md").read_text("utf-8")
+    shares = [percent(low[run]["match"]["share"]) for run in ("direct", "stable")]
+    text = f"as vectors on {low['exact']['tokens']} tokens {shares[0]}, with stable {shares[1]}"
+    assert text in rows
+    assert f"0 of {pairs} ([Gemma 3 270M](gemma-3-270m.md))" in rows
