@@ -254,7 +254,7 @@ def test_a_multiplier_needs_a_name_unless_rounding_hides_it(
     for layer in model.model.layers:
         layer.numbers = [number]  # a list: no name to find it by
     if (number, dtype) != (0.999, torch.bfloat16):
-        refuses(model, "each times 1 or an attribute that ends")
+        refuses(model, "each times 1 or an attribute with a name that ends")
         for layer in model.model.layers:
             layer.mlp_factor = number
     with ContextPatcher(model) as patcher:
