@@ -54,8 +54,8 @@ def parts_of(config_class: Any) -> dict[str, Any]:
     parts = dict(getattr(config_class, "sub_configs", None) or {})
     for name, spec in getattr(config_class, "sub_configs_defaults", {}).items():
         model_type = getattr(spec, "model_type", "")
-        # not its `get`, which does not find what it loads when it is asked for
-        parts[name] = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else spec
+        known = model_type in CONFIG_MAPPING  # its `get` does not find what it loads late
+        parts[name] = CONFIG_MAPPING[model_type] if known else spec
     return {name: part for name, part in parts.items() if dataclasses.is_dataclass(part)}
 
 

@@ -246,7 +246,8 @@ def test_the_prose_about_static_patches_has_the_committed_numbers() -> None:
     found = {name: [int(x) for x in re.findall(r"\((\d+) %\)", cells)] for name, cells in rows}
     patched, plain = (found[name] for name in ("static patch", "no context"))
     shares = (f"{min(found)} to {max(found)} %" for found in (plain, patched))
-    assert re.search(rf"^\| tokens as with the context.* \| {' [|] '.join(shares)} \| 100 % \|$", text, re.M)
+    row = rf"^\| tokens as with the context.* \| {' [|] '.join(shares)} \| 100 % \|$"
+    assert re.search(row, text, re.M)
 
 
 def test_an_answer_costs_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
