@@ -2,14 +2,14 @@
 readers of a gated MLP. On CUDA they share a launch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from icl_patch.generation.operator_recorder import Call, key_of
+from icl_patch.generation.operator_recorder import Call, key_of, tensors_in
 
 # of plain maps, natively and in Triton, and of recorded ones
 _GROUPS = {
@@ -19,13 +19,15 @@ _GROUPS = {
 }
 
 
-def grouped(calls: Iterable[Call]) -> list[Call]:
-    """The calls, those that map one input at the place of the first of them."""
+def grouped(calls: Iterable[Call], is_written: Callable[[Any], bool]) -> list[Call]:
+    """The calls, those that map one input at the place of the first of them, unless the step writes
+    into what they read.
+    """
     result: list[Call] = []
     groups: dict[Any, list[Call]] = {}  # by what its maps share
     for call in calls:
         key = _shared(call)
-        if key is None:
+        if key is None or any(map(is_written, tensors_in((call.args, call.kwargs)))):
             result.append(call)
         elif key in groups:
             groups[key].append(call)

@@ -150,6 +150,8 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError(f"it reads a tensor's numbers on the host ({function})")
         if _is_random(function, args, kwargs):
             raise RuntimeError(f"it draws random numbers ({function})")
+        if any(x.is_conj() or x.is_neg() for x in tensors_in((args, kwargs, result))):
+            raise RuntimeError(f"it reads or makes a view with other numbers ({function})")
         several = isinstance(result, (tuple, list))
         given = {memory_of(x) for x in tensors_in((args, kwargs))}
         arguments, keywords = self.known(args), self.known(kwargs)
@@ -195,4 +197,6 @@ def key_of(part: Any) -> Any:
         return tuple((name, key_of(x)) for name, x in part.items())
     if isinstance(part, Tensor):
         return memory_of(part), part.dtype, View.at(-1, part)
+    if isinstance(part, float):
+        return float, part.hex()  # -0.0 is another number than 0.0
     return type(part), part

@@ -25,7 +25,7 @@ class RecordedStep:
     be recorded, or whose program gives other bits, runs the model's own code, and a program that
     cannot be captured runs as it is, both with a :class:`~icl_patch.errors.SlowerStepsWarning`. A
     step under autocast, or with other weights, modules or forwards than those that were recorded,
-    runs the model's own code.
+    runs the model's own code. Other settings of a module count from the next context on.
 
     Attributes:
         program: the program; None before the first call, and where there is none.
@@ -64,21 +64,23 @@ class RecordedStep:
         return StepOutput.of_leaves(leaves.__getitem__, self._tree)
 
     def _compare(self) -> StepOutput:
-        """Run the step and its program."""
+        """Run the program, then the step: what the step writes into the cache stays."""
         assert self.program is not None
-        program, expected = self.program, self._leaves()
-        output = StepOutput.of_leaves(expected.__getitem__, self._tree)
-        self._run = self._run_program if self._device.type == "cpu" else self._capture
+        program, made = self.program, None
+        reason: Exception | str = "its program gives other bits than the step"
         try:
             made = program()
         except Exception as error:  # of an operator that depends on more than what was recorded
-            self._give_up(error)
-            return output
-        for number, leaf in enumerate(expected):
-            if isinstance(leaf, Tensor) and not same_bits(leaf, program.leaf(made, number)):
-                self._give_up("its program gives other bits than the step")
-                break
-        return output
+            reason = error
+        expected = self._leaves()
+        self._run = self._run_program if self._device.type == "cpu" else self._capture
+        if made is None or not all(
+            same_bits(leaf, program.leaf(made, number))
+            for number, leaf in enumerate(expected)
+            if isinstance(leaf, Tensor)
+        ):
+            self._give_up(reason)
+        return StepOutput.of_leaves(expected.__getitem__, self._tree)
 
     def _run_program(self) -> StepOutput:
         assert self.program is not None

@@ -49,7 +49,8 @@ class Simplified:
         self._parts: dict[int, list[tuple[int, View]]] = {}
         self._constant: set[int] = set()  # memory of what is the same in every step
         self._before: dict[Any, Call] = {}
-        calls = grouped(call for x in recorder.calls for call in self._simplified(x))
+        simplified = (call for x in recorder.calls for call in self._simplified(x))
+        calls = grouped(simplified, self._is_written)
         self.outputs = [self._resolved(x) for x in outputs]
         needed = {x.of for x in self.outputs if isinstance(x, View)}
         self.calls: list[Call] = []
@@ -90,7 +91,7 @@ class Simplified:
             for number in made:
                 self._instead[number] = self._values[number]
                 self._constant.add(memory_of(self._values[number]))
-        elif any(self._memory_of(x) in self._written for x in given):
+        elif any(map(self._is_written, given)):
             yield call
         elif packet in _COPIES and self._is_copy(given[0], self._values[made[0]]):
             self._instead[made[0]] = given[0]
@@ -177,7 +178,9 @@ class Simplified:
         size = result.shape
         if call.kwargs or len(views) < 2 or not all(x.is_contiguous for x in (result, *views)):
             return call
-        axes = [a for a, n in enumerate(size) if n > 1 or a == len(size) - 1 or (is_cat and not a)]
+        if not all(x.shape for x in views):  # one without axes has no say in the result's dtype
+            return call
+        axes = [a for a, n in enumerate(size) if n != 1 or a == len(size) - 1 or (is_cat and not a)]
         if len(axes) == 1:
             axes = [max(0, axes[0] - 1), *axes]
         if len(axes) == len(size) or len(axes) != len({*axes}):
@@ -200,8 +203,8 @@ class Simplified:
     def _is_constant(self, x: View | Tensor) -> bool:
         return isinstance(x, Tensor) and memory_of(x) in self._constant
 
-    def _memory_of(self, x: View | Tensor) -> int:
-        return memory_of(x if isinstance(x, Tensor) else self._values[x.of])
+    def _is_written(self, x: View | Tensor) -> bool:
+        return memory_of(x if isinstance(x, Tensor) else self._values[x.of]) in self._written
 
     def _is_copy(self, x: View | Tensor, copy: Tensor) -> bool:
         """Whether a copy lies in its memory as ``x``, which a call has made, in its own."""

@@ -146,12 +146,20 @@ def execution_state(model: PreTrainedModel) -> list[Any]:
         model.config._attn_implementation,
         model.config.get_text_config(decoder=True)._attn_implementation,
         model.dtype,
+        repr(model.config.to_dict()),  # forwards read some of it in every call
     ]
     for module in model.modules():
         for part in with_base(module):
             names = vars(part)
             found += (part, *part._forward_pre_hooks, *part._forward_hooks, names.get("forward"))
-            found += (x for x in names.values() if isinstance(x, bool | int | float | str))
+            found.append(type(part).forward)
+            for x in names.values():
+                if isinstance(x, bool | int | float | str):
+                    found.append(x)
+                elif isinstance(x, torch.Tensor):
+                    found.append(id(x))
+                elif isinstance(x, list | tuple) and all(isinstance(y, int | float) for y in x):
+                    found.append(tuple(x))
     return found
 
 

@@ -187,7 +187,7 @@ def attention_pair(
     (2B, H, E).
     """
     y = decode_attention(query, key, value, scale, mask)
-    own = value.index_select(2, slot)  # (B, G, 1, E)
+    own = value.index_select(2, slot.long())  # (B, G, 1, E)
     heads = query.shape[1] // value.shape[1] if value.shape[1] else 0
     return torch.cat([y, own.expand(-1, -1, heads, -1).reshape(y.shape)])
 
