@@ -2,7 +2,8 @@
 
 The prompt is a chat with a system message, the answer has 32 tokens, greedy. `model.generate` is
 the unmodified model, with the system message in the prompt. `generate` gives each token a patch of
-its own: with the model's own code in every step, by `default`, or `compiled`. `ask` returns one
+its own: by default in a program, with `compile=True` compiled, with `compile=False` in the model's
+own code. `ask` returns one
 patch for all of the question's and the answer's tokens as well, and `forward` computes the
 answer's logits from that patch, without the system message. The error is the share of the answer's
 tokens that are others than the model's: none in fp32; in bf16 two tokens that are nearly equal can
@@ -93,7 +94,7 @@ def of_random_weights(
 def _generations(model: PreTrainedModel, ids: Tensor, new: int) -> dict[str, Callable[[], Tensor]]:
     """The model's own generation of ``new`` tokens after ids (1, C), and ours."""
     calls: dict[str, Callable[[], Tensor]] = {PLAIN: lambda: own_tokens(model, ids, new)}
-    forms: dict[str, bool | str] = {"": False, ", default": "auto", ", compiled": True}
+    forms: dict[str, bool | str] = {"": "auto", ", compile=True": True, ", compile=False": False}
     for update in ("exact", "stable"):
         patcher = ContextPatcher(twin(model), update)
         for name, compile in forms.items():

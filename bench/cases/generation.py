@@ -11,10 +11,10 @@ All ways run in turns, on the same weights and tokens. In the order of the table
 - `exact` and `stable` make and apply a new patch. `exact` is bit-identical to the model on
   batch-invariant functions, and `exact, two passes` to the model as it is. `stable` runs in the
   mode that it takes by itself: over a cache that both streams share, or as `stable, two streams`
-  (two passes and two streams only up to 8 rows; in older tables two streams have a cache of twice
-  the rows). They run the model's own code. `default` is the program of such a step over a static
-  cache, as `generate` runs it by default, and `compiled` is compiled; on a GPU both are a CUDA
-  graph.
+  (two passes and two streams only up to 8 rows, in the model's own code; in older tables two
+  streams have a cache of twice the rows). They run as `generate` does by default, as a program over
+  a static cache. With `compile=True` the step is compiled; on a GPU both are a CUDA graph. With
+  `compile=False` it runs the model's own code.
 - `a given patch applied`, in older tables, is the model's own step with a given patch applied in
   every layer, over the same caches, in the same two forms.
 - `a given patch replayed` runs the current token alone with its own patch, through
@@ -75,12 +75,12 @@ from icl_patch.invariance.arithmetic import reason_against
 OWN = "the model's own step"
 OWN_COMPILED = "the model's own step, compiled"
 EXACT = "exact"
-EXACT_DEFAULT = "exact, default"
-EXACT_COMPILED = "exact, compiled"
+EXACT_COMPILED = "exact, compile=True"
+EXACT_OWN_CODE = "exact, compile=False"
 EXACT_TWO_PASSES = "exact, two passes"
 STABLE = "stable"
-STABLE_DEFAULT = "stable, default"
-STABLE_COMPILED = "stable, compiled"
+STABLE_COMPILED = "stable, compile=True"
+STABLE_OWN_CODE = "stable, compile=False"
 TWO_STREAMS = "stable, two streams"
 NAIVE = "the changed weights built as matrices"
 PEFT = "PEFT: a LoRA adapter of rank 1, swapped"
@@ -205,14 +205,14 @@ def _ours(
     forms: dict[str, tuple[Any, ...]] = {}
     one_cache = DecodeMode.SHARED_CACHE
     if reason_against(exact.model) is None:
-        forms[EXACT] = exact, one_cache
         # no CUDA graph can hold a mixture's exact products, which read their rows on the host
         if not (cuda and mixture):
-            forms[EXACT_DEFAULT] = exact, one_cache, "auto"
+            forms[EXACT] = exact, one_cache, "auto"
             forms[EXACT_COMPILED] = exact, one_cache, True
-    forms[STABLE] = stable, mode
-    forms[STABLE_DEFAULT] = stable, mode, "auto"
+        forms[EXACT_OWN_CODE] = exact, one_cache
+    forms[STABLE] = stable, mode, "auto"
     forms[STABLE_COMPILED] = stable, mode, True
+    forms[STABLE_OWN_CODE] = stable, mode
     if len(ids) <= _MOST_ROWS:
         forms[EXACT_TWO_PASSES] = exact, DecodeMode.TWO_PASS
         if mode is not DecodeMode.TWO_STREAM:

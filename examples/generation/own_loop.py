@@ -3,9 +3,9 @@
     python examples/generation/own_loop.py [MODEL]
 
 ``generate`` yields a patch for every step. The second loop takes them one by one: it runs the model
-on the current token alone, without a context and without a cache. ``applied`` puts each factor
-where the block has its place for it, for every form of block. MODEL is a folder or a hub id; by
-default it is the embedded model.
+on the current token alone, without a context and without a cache. ``applied`` sets each factor of
+the patch in its module, whatever the block's form. MODEL is a folder or a hub id; by default it is
+the embedded model.
 """
 
 import sys

@@ -2,6 +2,7 @@
 
     python examples/static/evaluation.py FOLDER                 # all cells, in bf16, on one thread
     python examples/static/evaluation.py FOLDER --quick --out build/static/cells.jsonl
+    python examples/static/evaluation.py FOLDER --base          # a model without a chat template
 
 A cell is one method on one task with one seed. It is appended to the file as a line of JSON as soon
 as it is made; a second call goes on with the missing ones. ``page.py`` makes a page of them.
@@ -66,7 +67,8 @@ NONE, CONTEXT = "no context", "context"
 OURS, OURS_FEW = "static patch", f"static patch, {FEW_QUESTIONS} questions"
 LORA, PROMPT, STEERING = "LoRA (PEFT)", "prompt tuning (PEFT)", "steering vector"
 
-OUT = Path(__file__).parents[2] / "docs" / "data" / "static-cells.jsonl"
+DATA = Path(__file__).parents[2] / "docs" / "data"
+OUT, BASE_OUT = DATA / "static-cells.jsonl", DATA / "static-cells-base.jsonl"
 TASKS = Path(__file__).with_name("tasks")
 Entry = dict[str, Any]
 Tested = dict[str, list[Target]]  # by group
@@ -145,6 +147,8 @@ class Subject:
         for kind, prompts in read("unrelated").items():
             rows = [(*self.front, *encode(self.tokenizer, prompt)) for prompt in prompts]
             if kind == "chat":
+                if not self.tokenizer.chat_template:
+                    continue
                 rows = [self.chat_ids(prompt) for prompt in prompts]
             found[kind] = self.tested([Example(row, row) for row in rows], KEPT_TOKENS)
         return found
@@ -339,6 +343,12 @@ def cells(few_shot: Sequence[str] = FEW_SHOT, chats: Sequence[str] = CHATS) -> l
     ]
 
 
+def base_cells() -> list[Cell]:
+    """Those of a model without a chat template: the static patches of the few-shot tasks."""
+    shown = (NONE, CONTEXT, OURS)
+    return [cell for cell in cells(chats=()) if cell.seed == 0 and cell.method in shown]
+
+
 # -- measuring
 
 
@@ -425,18 +435,20 @@ def run(subject: Subject, wanted: Sequence[Cell], out: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the cells that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="a causal language model with a chat template")
-    parser.add_argument("--out", type=Path, default=OUT, help="the file of the cells")
-    parser.add_argument("--quick", action="store_true", help="two tasks, one seed, 20 steps")
+    parser.add_argument("folder", help="a causal language model")
+    parser.add_argument("--out", type=Path, help="the file of the cells (default: in docs/data)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="two tasks, one seed, 20 steps")
+    size.add_argument("--base", action="store_true", help="static patches of the few-shot tasks")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
-    wanted = cells()
+    wanted, out = (base_cells(), BASE_OUT) if options.base else (cells(), OUT)
     if options.quick:
         wanted = [cell for cell in cells(FEW_SHOT[:2], ()) if cell.seed == 0]
-    run(Subject(model, tokenizer, 20 if options.quick else STEPS), wanted, options.out)
+    run(Subject(model, tokenizer, 20 if options.quick else STEPS), wanted, options.out or out)
 
 
 if __name__ == "__main__":

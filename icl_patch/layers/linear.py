@@ -63,9 +63,10 @@ class PatchedLinear(PatchedModule):
         """Apply ``W + u vᵀ`` from now on.
 
         Args:
-            u: one per row of the input (..., K): (..., N), or flat (M, N) or (M, R, N); or
-                ``shared`` by all rows, (1, R, N). Any float.
-            v: the same with K for N.
+            u: of an input (..., K) with M rows: (..., N) or (M, N), one vector for each row;
+                (M, R, N), R for each row; or (1, R, N), ``shared`` by all rows. Any float.
+            v: the same with K in place of N. In a computed patch, block ``i`` has both in
+                ``patch.layers[i]``: ``mlp.down_proj.u`` and ``mlp.down_proj.v``, (B, T, ·).
 
         Raises:
             ValueError: u and v do not agree in their leading dimensions, or a patch that is to be
@@ -89,7 +90,7 @@ class PatchedLinear(PatchedModule):
         fp64 and rounded to its dtype.
 
         Raises:
-            TypeError: the base module is no :func:`matrix_of`, or it has hooks.
+            TypeError: the base module has no matrix that :func:`matrix_of` finds, or it has hooks.
             ValueError: no patch is set that all rows share.
         """
         base = self.base_layer
@@ -136,8 +137,8 @@ class PatchedLinear(PatchedModule):
         """The output without the patch, (..., K) -> (..., N), and the dtype of the base module's
         output.
 
-        Where our kernels or CUDA compute it, it is in fp32 and not rounded yet. They take the path
-        of ``rows`` rows (:func:`icl_patch.ops.product_path`), by default of z's.
+        Where our kernels or CUDA compute it, it is in fp32 and not rounded yet. The kernel is that
+        for ``rows`` rows (:func:`icl_patch.ops.product_path`), by default as many as z has.
         """
         linear = self.linear_map(z)
         if linear is None:

@@ -327,17 +327,17 @@ def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
 def _too_short(
     seconds: float, preparing: float, answering: float, measuring: float, training: Training
 ) -> str:
-    """The budgets that hold all steps, with the model's answers and without them, by the times of
-    this fit's parts.
+    """The seconds that are enough for all steps, with the model's answers and without them, by the
+    times of this fit's parts.
     """
     step, options = training.seconds_of_step(), training.options
     rest = preparing + options.steps * step + (2 + options.steps / options.check_every) * measuring
     needed, without = (math.ceil(1.1 * time) for time in (answering + rest, rest))
     again = f" With the answers of this one (answers=) {without} suffice." if answering > 1 else ""
     return (
-        f"expected a budget of seconds that holds a step, got {seconds:g}: {needed} hold all"
-        f" {options.steps}. The model's answers took {answering:.1f} s, targets and a measurement"
-        f" {preparing:.1f} s, and a step takes {step:.2g} s.{again}"
+        f"expected enough seconds for a step, got {seconds:g}: {needed} are enough for all"
+        f" {options.steps} steps. The model's answers took {answering:.1f} s, targets and a"
+        f" measurement {preparing:.1f} s, and a step takes {step:.2g} s.{again}"
     )
 
 

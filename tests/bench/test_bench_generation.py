@@ -25,7 +25,7 @@ from icl_patch.bench.cases import answer, generation, passes
 from icl_patch.bench.cases.generation import (
     EXACT,
     EXACT_COMPILED,
-    EXACT_DEFAULT,
+    EXACT_OWN_CODE,
     EXACT_TWO_PASSES,
     NAIVE,
     OWN,
@@ -33,7 +33,7 @@ from icl_patch.bench.cases.generation import (
     PEFT,
     STABLE,
     STABLE_COMPILED,
-    STABLE_DEFAULT,
+    STABLE_OWN_CODE,
     TWO_STREAMS,
 )
 from icl_patch.bench.cases.models import RandomModel, SavedModel
@@ -57,8 +57,9 @@ class Mixed(RandomModel):
 
 GEMMA = Mixed("tiny gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 97, 8)
 MIXTURE = RandomModel("tiny mixture", Qwen3MoeConfig, 48, 24, 1, 4, 2, 12, 97, experts=6, chosen=2)
-OF_EXPERTS = {OWN, OWN_COMPILED, EXACT, EXACT_DEFAULT, EXACT_COMPILED, EXACT_TWO_PASSES}
-OF_EXPERTS |= {STABLE, STABLE_DEFAULT, STABLE_COMPILED, TWO_STREAMS}
+COMPILED = (OWN_COMPILED, STABLE_COMPILED, EXACT_COMPILED)
+OF_EXPERTS = {OWN, OWN_COMPILED, EXACT, EXACT_OWN_CODE, EXACT_COMPILED, EXACT_TWO_PASSES}
+OF_EXPERTS |= {STABLE, STABLE_OWN_CODE, STABLE_COMPILED, TWO_STREAMS}
 
 
 @pytest.fixture(autouse=True)
@@ -103,17 +104,17 @@ def test_every_way_says_what_the_model_says(
         assert set(found.calls) == OF_EXPERTS
     else:
         others = {NAIVE, "a given patch replayed"}
-        assert {OWN, OWN_COMPILED, STABLE, STABLE_DEFAULT, STABLE_COMPILED} | others <= set(
+        assert {OWN, OWN_COMPILED, STABLE, STABLE_OWN_CODE, STABLE_COMPILED} | others <= set(
             found.calls
         )
         assert (PEFT in found.calls) == generation.has_peft()
     for name, call in found.calls.items():
-        if name in (EXACT, EXACT_DEFAULT) and os.environ.get("ICL_PATCH_OPS") == "torch":
+        if name in (EXACT, EXACT_OWN_CODE) and os.environ.get("ICL_PATCH_OPS") == "torch":
             continue  # on a pretended device: torch's products see their batch
         first = call().clone()
         assert float((first - expected).abs().max() / expected.abs().max()) <= limit, name
         assert found.check(name, first) <= limit
-        if shape.window is None or "compiled" not in name:  # a full window moves
+        if shape.window is None or name not in COMPILED:  # a full window moves
             assert torch.equal(call(), first), name  # it left everything as it found it
         for wrong in (1.5 * expected, torch.full_like(first, torch.nan), first[:, :-1]):
             with pytest.raises(AssertionError, match="expected"):
@@ -173,17 +174,23 @@ def test_a_whole_answer_has_the_tokens_of_the_model(
     assert [case.name for case in chosen] == ["chat-model float32", "chat-model bfloat16"]
     assert answer.cases(CPU, quick=False) == []
     compared = chosen[0].build()
-    names = ("generate, exact", "generate, exact, default", "generate, stable", "ask", "forward")
+    names = (
+        "generate, exact",
+        "generate, exact, compile=False",
+        "generate, stable",
+        "ask",
+        "forward",
+    )
     for name in names:
         assert compared.check(name, compared.calls[name]()) == 0
     with pytest.raises(AssertionError, match="expected the model's own tokens"):
         compared.check("ask", 1 - compared.calls["ask"]())
     assert all(case.name.endswith("bf16 random") for case in answer.cases(CUDA, quick=False))
     compared = answer.of_random_weights(QWEN, CPU, context=5, new=3)
-    tokens = compared.calls["generate, stable, default"]()
-    assert compared.check("generate, stable, default", tokens) == 0
+    tokens = compared.calls["generate, stable"]()
+    assert compared.check("generate, stable", tokens) == 0
     with pytest.raises(AssertionError, match=r"expected 3 tokens, got \(2,\)"):
-        compared.check("generate, stable, default", tokens[:2])
+        compared.check("generate, stable", tokens[:2])
 
 
 def test_passes_before_a_step_are_those_of_the_model(

@@ -220,7 +220,7 @@ def test_the_prose_about_a_gpu_has_the_committed_numbers() -> None:
     span = f"take {min(ratios.values())} to {max(ratios.values())} of their own"
     assert span in text
     file = json.loads(text_of("bench/results/generation-nvidia-h100-80gb-hbm3.json"))
-    name = "exact, compiled"
+    name = "exact, compile=True"
     [step] = [row for row in file["rows"] if "Llama-3-8B" in row["case"] and row["call"] == name]
     assert f"takes {1e3 * step['seconds']['median']:.2f} ms" in text
 

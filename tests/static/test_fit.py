@@ -186,7 +186,9 @@ def test_a_budget_that_is_too_short_keeps_the_answers_and_names_one_that_suffice
     model, kept, said = build("llama"), {}, []
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 6, "answers": kept, "say": said.append}
-    with pytest.raises(ValueError, match=r"got 1e-09: \d+ hold all 2\. The model's answers") as got:
+    with pytest.raises(
+        ValueError, match=r"got 1e-09: \d+ are enough for all 2 steps\. The model's answers"
+    ) as got:
         fit(model, NO_ANSWER, seconds=1e-9, **options)
     assert re.fullmatch(
         r"the model answers 8 questions with at most 6 tokens, in \d+ s or less", said[0]
@@ -196,7 +198,7 @@ def test_a_budget_that_is_too_short_keeps_the_answers_and_names_one_that_suffice
         own = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert kept[example.with_context, (), 6] == tuple(own[0, ids.shape[1] :].tolist())
     monkeypatch.setattr(answers_module, "greedy", None)  # they are not asked for again
-    enough = float(re.search(r": (\d+) hold all", str(got.value))[1])
+    enough = float(re.search(r": (\d+) are enough", str(got.value))[1])
     patch = fit(model, NO_ANSWER, seconds=enough, **options)
     assert patch.report.steps >= 1
     assert any("8 answers did not end within 6" in text for text in patch.report.warnings)
@@ -394,7 +396,7 @@ def test_a_matrix_that_no_patch_can_be_merged_into_is_refused_before_the_fit() -
     [
         ({"kappa": math.inf}, "kappa ≥ 0"),
         ({"seconds": 0.0}, "a positive number of seconds"),
-        ({"seconds": 1e-6}, "a budget of seconds that holds a step, got 1e-06"),
+        ({"seconds": 1e-6}, "enough seconds for a step, got 1e-06"),
         ({"preserve": ["text"]}, "expected ids of texts to preserve"),
         ({"preserve": [(200,)]}, "expected ids from 0 to 96"),
         ({"preserve": None}, "expected a tokenizer for the texts to preserve"),

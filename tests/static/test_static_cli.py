@@ -184,7 +184,9 @@ def test_the_answers_of_a_fit_are_kept_and_each_step_is_said(
     status, _, err = run(capsys, *arguments, "--seconds", "1e-9")
     assert status == 2 and f"{kept}: the model's answers, which the next fit takes" in err
     assert re.search(r"the model answers 2 questions with at most 5 tokens, in \d+ s or less", err)
-    enough = re.search(r"expected a budget of seconds .*, got 1e-09: (\d+) hold all 2\.", err)[1]
+    enough = re.search(
+        r"expected enough seconds .*, got 1e-09: (\d+) are enough for all 2 steps\.", err
+    )[1]
     model, tokenizer = load_model(folder)
     for entry in json.loads(kept.read_text())["answers"]:
         ids = torch.tensor([entry["prompt"]])
