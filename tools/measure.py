@@ -1,6 +1,7 @@
-"""Measure the numbers of the pages on memory and data sets, into docs/data.
+"""Measure the numbers of the pages on memory, the host's time and data sets, into docs/data.
 
     build/python tools/measure.py patches              # bytes of a patch, and of the KV cache
+    build/python tools/measure.py host                 # the host's time of a decode step
     build/python tools/measure.py memory MODEL         # of a patch, offloaded or not; of steps
     build/python tools/measure.py extraction MODEL     # a data set beside the model's own passes
 
@@ -14,19 +15,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    LlamaConfig,
+)
 
 from icl_patch import ContextPatcher, scale
+from icl_patch.bench.cases.models import RandomModel, random_ids
 from icl_patch.bench.results import environment
 from icl_patch.evaluation.loading import load_model
-from icl_patch.models.forward import cache_in
+from icl_patch.models.forward import cache_in, cache_name
 from tools.record_bits import tokens
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,6 +91,72 @@ def patch_bytes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         found[update] = layers * (patch.nbytes - shared)  # a norm's own scale is the model's
     cached = layers * (cache.keys.nbytes + cache.values.nbytes)
     return {"model": name, "layers": layers, "cache_bytes": cached, "patch_bytes": found}
+
+
+# -- the host: at these widths products take no time
+
+NARROW = (
+    RandomModel("Llama", LlamaConfig, 64, 128, 30, 4, 2, 16, 512),
+    RandomModel("Gemma 3", Gemma3TextConfig, 64, 128, 26, 4, 1, 16, 512, 512),
+)
+WARM, STEPS = 8, 40  # of each way in a round
+
+
+def host(rounds: str = "7") -> None:
+    """The thread's CPU time of a decode step over a context of 64 tokens, all ways in turn: the
+    median step of each round, and the median of the rounds' ratios to the model's own step.
+    """
+    models = []
+    for shape in NARROW:
+        model: Any = shape.build(torch.device("cpu"), torch.float32)
+        model.generation_config.eos_token_id = None
+        seconds: dict[str, list[float]] = {}
+        for _ in range(int(rounds)):
+            for name, steps in ways(model, random_ids(model, 1, 64)).items():
+                with closing(steps):  # one patcher at a time
+                    times = [thread_seconds(steps) for _ in range(WARM + STEPS)]
+                seconds.setdefault(name, []).append(median(times[WARM:]))
+        own = seconds["own"]
+        ratios = {
+            name: median(x / y for x, y in zip(found, own, strict=True))
+            for name, found in seconds.items()
+        }
+        print(shape.name, {name: f"{ratio:.2f}" for name, ratio in ratios.items()}, flush=True)
+        models.append({"model": shape.name, "own_seconds": median(own), "ratios": ratios})
+    about = environment(torch.device("cpu")) | {"threads": 1}
+    write("host-times.json", {"environment": about, "rounds": int(rounds), "models": models})
+
+
+def ways(model: Any, ids: torch.Tensor) -> dict[str, Generator[object, None, None]]:
+    """Steps after a context, by name: the model's own and ours."""
+    found: dict[str, Generator[object, None, None]] = {"own": own_steps(model, ids)}
+    for update in ("exact", "stable"):
+        for how in ("auto", False):
+            name = update if how else f"{update}, compile=False"
+            found[name] = our_steps(model, ids, update, how)
+    return found
+
+
+@torch.no_grad()
+def own_steps(model: Any, ids: torch.Tensor) -> Generator[object, None, None]:
+    """The model's own greedy steps."""
+    given = {cache_name(model): DynamicCache(config=model.config)}
+    while True:
+        ids = model(ids, **given).logits[:, -1:].argmax(-1)
+        yield ids
+
+
+def our_steps(model: Any, ids: torch.Tensor, update: str, how: Any) -> Generator[object, None, None]:
+    """Those of ``generate``."""
+    with ContextPatcher(model, update) as patcher:
+        yield from patcher.generate(ids, max_new_tokens=WARM + STEPS + 1, compile=how)
+
+
+def thread_seconds(steps: Iterator[object]) -> float:
+    """The CPU time of the next step on this thread."""
+    began = time.thread_time()
+    next(steps)
+    return time.thread_time() - began
 
 
 # -- memory
@@ -240,4 +316,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(__doc__, (patches, memory, extraction), (grown_by_patch, grown_by_steps, extract))
+    main(__doc__, (patches, host, memory, extraction), (grown_by_patch, grown_by_steps, extract))

@@ -140,6 +140,17 @@ def steps(processor: str, model: str = TIMED_MODEL) -> str:
     return _table(columns, [row for _, row in sorted(rows.items())])
 
 
+def host() -> str:
+    """The host's time of a decode step, from tools/measure.py, the model's own step being 1."""
+    rows, columns = [], ["model", OWN_STEP]
+    for found in _read("docs/data/host-times.json")["models"]:
+        ratios = {name: ratio for name, ratio in found["ratios"].items() if name != "own"}
+        columns[2:] = map(_marked, ratios)
+        cells = (f"{ratio:.2f}×" for ratio in ratios.values())
+        rows.append([found["model"], f"{1e3 * found['own_seconds']:.1f} ms", *cells])
+    return _table(columns, rows)
+
+
 def gpu_steps() -> str:
     """Compiled decode steps on a GPU, the model's own being 1."""
     rows = []
@@ -277,6 +288,7 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
         "steps-avx2": lambda: steps("amd-epyc-avx2"),
         "steps-gemma": lambda: steps(EPYC, "gemma-3-270m"),
         "steps-intel": lambda: steps("intel-xeon-processor-amx"),
+        "host": host,
         "steps-gpu": gpu_steps,
         "products-gpu": gpu_products,
         "answers": lambda: timed("answer"),

@@ -293,7 +293,7 @@ def test_an_answer_costs_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -
         check("compute", lambda: patcher.compute(context_ids, kept), 0, 0)
         patch = answer.patch
         check("forward", lambda: patcher.forward(patch.kept_ids, patch), answered, 0)
-    check("the model itself, with the context", lambda: model.generate(ids, **new), answered, 0)
+    check("model.generate", lambda: model.generate(ids, **new), answered, 0)
 
 
 def test_the_readme_is_short() -> None:
