@@ -188,7 +188,7 @@ def record_linears(
     kernels = triton_for((z_pair, *weights, *biases))
     many = product_path(z_pair, z_pair.shape[0] // 2) == GEMM
     if kernels is None or many or direction.coeff is None:
-        return [record_linear(z_pair, *of, direction=direction)[:2] for of in maps]
+        return [record_linear(z_pair, *linear, direction=direction)[:2] for linear in maps]
     flat = kernels.record_linears(z_pair, weights, biases, direction.coeff)
     return list(zip(flat[::2], flat[1::2], strict=True))
 

@@ -99,7 +99,8 @@ def scaled_reader_update(change: Tensor, share: Tensor) -> Tensor:
 def add_rank_one(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:
     """``(W + u vᵀ) z = y + (v·z) u`` for ``y = W z``: (..., N), rounded once to ``out_dtype``.
 
-    y, u: (..., N); z, v: (..., K).
+    y, u: (..., N); z, v: (..., K). In a decode step :func:`icl_patch.ops.record_linear` and
+    :func:`icl_patch.ops.record_norm` compute it too.
     """
     flat = [x.reshape(-1, x.shape[-1]) for x in (y, z, u, v)]
     return ops.add_low_rank(*flat, out_dtype=out_dtype).reshape(y.shape)
