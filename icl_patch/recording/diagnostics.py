@@ -4,7 +4,7 @@ the weights has the context's effect.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,8 +137,7 @@ class BlockDiagnostics:
                 )
 
 
-@dataclass(frozen=True, eq=False)
-class Note:
+class Note(NamedTuple):
     """A call of a method of :class:`BlockDiagnostics` that is still to be made."""
 
     method: Callable[..., None]
@@ -152,4 +151,3 @@ class Note:
 
 register_dataclass(ControllabilityViolation)
 register_dataclass(BlockDiagnostics)
-register_dataclass(Note)
