@@ -104,7 +104,10 @@ def test_weight_and_bias_update(dtype: torch.dtype) -> None:
     delta, h, weight = normal(0, 5, 37).to(wide), normal(1, 5, 63, dtype=dtype), normal(2, 37, 63)
     h[3] = 0
     for asked in (None, torch.float64):
-        u, (v, inverse, _) = block_math.weight_update(delta, h, asked)
+        u, direction = block_math.weight_update(delta, h, asked)
+        known, _ = block_math.weight_update(delta, h, direction=direction)
+        assert torch.equal(u, known) and u.dtype == known.dtype
+        v, inverse, _ = direction
         unit = UNIT[v.dtype]
         assert u.dtype == v.dtype == (asked or wide)
         changed = weight + u.double().unsqueeze(2) * v.double().unsqueeze(1)
@@ -267,6 +270,19 @@ def test_off_zero() -> None:
     assert step.nonzero().tolist() == [[0, 3], [2, 40]]
     expected = 2.0**-16 * rms[[0, 2]]  # of 48 squares in fp32
     torch.testing.assert_close(step[[0, 2], [3, 40]], expected, rtol=48 * 2.0**-24, atol=0)
+
+
+@every_narrow
+def test_an_update_moves_off_zero(dtype: torch.dtype) -> None:
+    """Where ``h_down + (v·h) u`` is 0, and there alone."""
+    h, y = normal(0, 3, 63, dtype=dtype), normal(1, 3, 48, dtype=torch.float32)
+    u, v = normal(2, 3, 48, dtype=torch.float32), block_math.read_direction(h).v
+    u[0, 3], u[2, 40] = -y[0, 3], -y[2, 40]
+    moved = block_math.move_off_zero(u, v, y, h, dtype)
+    assert (moved != u).nonzero().tolist() == [[0, 3], [2, 40]]
+    patched = block_math.add_rank_one(y, h, moved, v, dtype)
+    rms = y.square().mean(-1, keepdim=True).sqrt()
+    assert (patched.abs() > 2.0**-18 * rms).all()
 
 
 @every_narrow
