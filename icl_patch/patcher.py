@@ -14,16 +14,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
-from icl_patch.generation.compiled_step import check_compile
 from icl_patch.generation.plans import StepPlans
-from icl_patch.generation.recorded_step import RecordedStep
+from icl_patch.generation.reusable_step import check_compile
 from icl_patch.models.forward import OUTPUTS, check_inputs
 from icl_patch.models.prompts import Question
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WeightCheck
 from icl_patch.patch.serialization import check_fit
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.sequences import assemble, check_tensor, either
+from icl_patch.recording.sequences import assemble, check_tensor
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -55,6 +54,17 @@ def _check_same(name: str, got: Tensor | None, expected: Tensor, where: Tensor) 
             f" first, at row, token {place}, is {got[*place].item()} in place of"
             f" {expected[*place].item()}"
         )
+
+
+def _either(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The value of an argument for which transformers has another name.
+
+    Raises:
+        TypeError: it was given under both names.
+    """
+    if value is not None and other is not None:
+        raise TypeError(f"expected {name} or {alias}, two names of one argument, got both")
+    return other if value is None else value
 
 
 class ContextPatcher:
@@ -216,9 +226,9 @@ class ContextPatcher:
         self.attached_model.require_attached()
         sequences = assemble(
             context_ids,
-            either("kept_ids", kept_ids, "input_ids", input_ids),
+            _either("kept_ids", kept_ids, "input_ids", input_ids),
             context_mask=context_mask,
-            kept_mask=either("kept_mask", kept_mask, "attention_mask", attention_mask),
+            kept_mask=_either("kept_mask", kept_mask, "attention_mask", attention_mask),
             keep_first=keep_first,
             absorbed=absorbed,
         )
@@ -303,8 +313,8 @@ class ContextPatcher:
                 replayed.
             TypeError: ``model_inputs`` are given, or ``patch`` is not a patch.
         """
-        kept_ids = either("kept_ids", kept_ids, "input_ids", input_ids)
-        kept_mask = either("kept_mask", kept_mask, "attention_mask", attention_mask)
+        kept_ids = _either("kept_ids", kept_ids, "input_ids", input_ids)
+        kept_mask = _either("kept_mask", kept_mask, "attention_mask", attention_mask)
         if not isinstance(patch, ContextPatch):
             raise TypeError(f"expected a ContextPatch, got {type(patch).__name__}")
         check_tensor("kept_ids", kept_ids)
@@ -439,7 +449,7 @@ class ContextPatcher:
                 of one pass, so it excludes models with forward hooks. A compiled exact step has the
                 bits of its replay.
                 Another generation with as many rows and about as many tokens
-                (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) reuses the program or
+                (:func:`icl_patch.generation.reusable_step.bucketed_capacity`) reuses the program or
                 compiled step. Its attention runs over a static cache, so the logits are those of
                 ``compile=False`` up to rounding.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
@@ -463,8 +473,8 @@ class ContextPatcher:
         """
         self.attached_model.attachment.check_outside()
         check_compile(compile)
-        context_ids = either("context_ids", context_ids, "input_ids", input_ids)
-        context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
+        context_ids = _either("context_ids", context_ids, "input_ids", input_ids)
+        context_mask = _either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(
             self.plans,
             context_ids,
@@ -481,11 +491,9 @@ class ContextPatcher:
     def step_source(self) -> str | None:
         """The Python source of the last program that :meth:`generate` recorded
         (``compile="auto"``): what happens to a token, with a line for each operator and a heading
-        for each block. None if there is no program.
+        for each block. None if no step has been recorded, or the last one has no program.
         """
-        steps = [step.run for step in self.plans.compiled.values()]
-        programs = [run.program for run in steps if isinstance(run, RecordedStep)]
-        return programs[-1].source if programs and programs[-1] is not None else None
+        return next(iter(self.plans.sources), None)
 
     def ask(
         self,

@@ -2,6 +2,8 @@
 
 import torch
 
+# With so few digits rounding alone may choose other tokens, or other experts.
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # The floor is the largest difference of a few samples, and a patched pass rounds in more places.
 _NOISE_FLOORS = 10
 # The least floor in units of eps: batches may round alike by accident. Over all model classes

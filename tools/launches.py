@@ -16,9 +16,9 @@ from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, Qwen3Confi
 
 from icl_patch import ContextPatcher
 from icl_patch.bench.cases.models import RandomModel, random_ids
-from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.generation.decode_mode import DecodeMode
+from icl_patch.generation.decoding import decode_one_token, start_decoding
+from icl_patch.generation.reusable_step import use_reusable_step
 from icl_patch.models.forward import cache_name
 
 SHAPES = (
@@ -58,10 +58,10 @@ def steps(shape: RandomModel, update: str) -> dict[str, int]:
     model(ids[:, :-1], **given)
     counts = {"the model's own step": operators(lambda: model(ids[:, -1:], **given))}
     with ContextPatcher(model, update) as patcher, torch.no_grad():
-        plan = patcher.plans.of(DecodeMode.SHARED_CACHE)
+        plan = patcher.plans.for_mode(DecodeMode.SHARED_CACHE)
         mask = torch.ones_like(ids).bool()
-        state = prefill(patcher.attached_model, plan, ids, mask, 16, reserve=False)
-        use_compiled_step(patcher.plans, state, traced=False)
+        state = start_decoding(patcher.attached_model, plan, ids, mask, 16, reserve=False)
+        use_reusable_step(patcher.plans, state, traced=False)
         run: Any = state.run
         for token in (5, 6):
             decode_one_token(state, ids.new_full((1,), token))

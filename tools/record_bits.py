@@ -243,7 +243,7 @@ def command_lines() -> dict[str, list[str]]:
             found[f"verify {update} {dtype}"] = [*verify, "--update", update, "--dtype", dtype]
     stable = [*generate, "--update", "stable"]
     return found | {
-        "extract prefix": [*extract, "--prefix", "mode "],
+        "extract prefix": [*extract, "--keep-first", "1"],
         "inspect prefix": ["inspect", "--patch", file],
         "verify keep-last": [*verify, "--keep-last", "2"],
         "generate shared_cache": [*stable, *SHARED_CACHE_FLAGS],

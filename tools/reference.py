@@ -53,7 +53,7 @@ LISTS = {
         " with any version.",
         (
             "models.block_spec.BlockSpec",
-            "recording.passes.compute_closing",
+            "recording.passes.compute_in_two_passes",
             "recording.algorithm_1.algorithm_1",
             "recording.block_math.context_change",
             "recording.block_math.writer_target",

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from icl_patch import ContextPatcher
 from icl_patch.errors import SlowerStepsWarning, UnsupportedModelError
-from icl_patch.generation.compiled_step import use_program
-from icl_patch.generation.decode_step import prefill
+from icl_patch.generation.decoding import start_decoding
 from icl_patch.generation.recorded_step import RecordedStep, same_bits
+from icl_patch.generation.reusable_step import use_program
 from icl_patch.models.trial_tokens import trial_tokens
 from tools.model_types import build, jobs
 from tools.sweep import PROGRAMS, apart, read
@@ -46,7 +46,7 @@ def result(patcher: ContextPatcher, rows: int) -> str:
     mask[1:, :padding] = False
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always", SlowerStepsWarning)
-        state = prefill(attached, plan, ids[:, :CONTEXT], mask, CAPACITY, reserve=False)
+        state = start_decoding(attached, plan, ids[:, :CONTEXT], mask, CAPACITY, reserve=False)
         use_program(patcher.plans, state)
         run = state.run
         for column in range(CONTEXT - 1, CONTEXT - 1 + STEPS):

@@ -67,9 +67,9 @@ from icl_patch.bench.cases.models import (
 )
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.timing import Call
-from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.generation.decode_mode import DecodeMode
+from icl_patch.generation.decoding import decode_one_token, start_decoding
+from icl_patch.generation.reusable_step import use_reusable_step
 from icl_patch.invariance.arithmetic import reason_against
 
 OWN = "the model's own step"
@@ -229,12 +229,16 @@ def _step(
     A layer with a full window has dropped a token, which only a dynamic cache gets back, after
     ``Cache.activate_past_recording``.
     """
-    plan, mask, token = patcher.plans.of(mode), torch.ones_like(ids).bool(), ids[:, -1].clone()
+    plan, mask, token = (
+        patcher.plans.for_mode(mode),
+        torch.ones_like(ids).bool(),
+        ids[:, -1].clone(),
+    )
     attached, width = patcher.attached_model, ids.shape[1]
-    state = prefill(attached, plan, ids, mask, width, reserve=not compile)
+    state = start_decoding(attached, plan, ids, mask, width, reserve=not compile)
     cache: Any = state.inputs.cache
     if compile:
-        use_compiled_step(patcher.plans, state, traced=compile is True)
+        use_reusable_step(patcher.plans, state, traced=compile is True)
     else:
         cache.activate_past_recording()
     step_inputs = state.inputs

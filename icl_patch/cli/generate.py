@@ -6,13 +6,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
+from icl_patch.generation.decode_mode import MODES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HELP = "generate with freshly patched weights at every token"
-# As in generation.loop, which imports torch.
-MODES = ("auto", "two_pass", "two_stream", "shared_cache")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass
-from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.generation.decoding import decode_one_token, start_decoding
 from icl_patch.generation.plans import StepPlans
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.layers.device_hooks import has_accelerate_hooks
 from icl_patch.models.forward import media_positions
 from icl_patch.models.ranks import ranks_of
 from icl_patch.patch.context_patch import PatchReport
+from icl_patch.tolerances import SIXTEEN_BITS
 
 REFERENCES = {
     MODEL: "the unmodified model",
@@ -90,7 +91,7 @@ def one_pass_replays(
     attached = plans.attached
     further: dict[str, Any] = dict(run.inputs)
     media = media_positions(attached.model, run.ids, run.mask, further)
-    state = prefill(attached, plan, run.ids, run.mask, width + steps, media=media, **further)
+    state = start_decoding(attached, plan, run.ids, run.mask, width + steps, media=media, **further)
     replays = []
     for number, token_ids in enumerate(torch.cat([run.ids[:, -1:], run.tokens], 1).T[:-1]):
         patch = decode_one_token(state, token_ids).make_patch()
@@ -149,7 +150,7 @@ def _fp32_logits(model: PreTrainedModel, run: BaselineRun) -> Tensor | None:
     weights = list(model.parameters())
     plain = all(type(x) is nn.Parameter and x.dtype == model.dtype for x in weights)
     size = 4 * sum(x.numel() for x in weights)
-    if model.dtype not in (torch.bfloat16, torch.float16) or not plain or size > _MAX_FP32_BYTES:
+    if model.dtype not in SIXTEEN_BITS or not plain or size > _MAX_FP32_BYTES:
         return None
     if has_accelerate_hooks(model) or ranks_of(model).size > 1:
         return None

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from icl_patch.generation.one_pass import RunStep, StepOutput
-from icl_patch.generation.operator_recorder import memory_of
+from icl_patch.generation.decode_step import RunStep, StepOutput
+from icl_patch.recording.memory import memory_of
 
 _ALIGNMENT = 16  # bytes, which kernels are specialised on
 
@@ -43,7 +43,7 @@ class CapturedStep:
 
         def leaf(number: int) -> Any:
             leaf = self._leaves[number]
-            return leaf.of(copy) if isinstance(leaf, _Place) else leaf
+            return leaf.tensor_in(copy) if isinstance(leaf, _Place) else leaf
 
         return StepOutput.of_leaves(leaf, self._tree)
 
@@ -76,8 +76,8 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def of(self, gathered: Tensor) -> Tensor:
-        """The tensor."""
+    def tensor_in(self, gathered: Tensor) -> Tensor:
+        """The tensor, in these bytes."""
         typed = gathered.view(self.dtype)
         return typed.as_strided(self.shape, self.stride, self.start // self.dtype.itemsize)
 

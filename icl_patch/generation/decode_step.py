@@ -1,339 +1,191 @@
-"""One decode step: everything before the current token becomes a change of weights for it.
+"""A decode step: both streams of one token through the model, in one pass.
 
-:func:`prefill` runs a context into a cache and returns a :class:`DecodeState`;
-:func:`decode_one_token` runs one token on top of it. A step leaves the model's modules as they
-were. Shapes: B rows, S tokens so far, V vocabulary.
+Shapes: B rows, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import Cache
+from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass, tree_unflatten
 
-from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.one_pass import (
-    DecodeMode,
-    DecodeStep,
-    OnePass,
-    RunStep,
-    StepDetails,
-    StepOutput,
-)
+from icl_patch import metrics
+from icl_patch.generation.fused_modules import NormBefore
+from icl_patch.generation.one_pass_plan import OnePassPlan
+from icl_patch.generation.rotary import fused_rotary
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.invariance.arithmetic import (
-    BATCH_INVARIANT,
-    MODEL,
-    arithmetic_here,
-    rounding_dtype,
+from icl_patch.models.forward import inputs
+from icl_patch.models.forward_override import (
+    Forward,
+    ForwardOverrides,
+    is_plain_linear,
+    linear_forward,
+    overridable,
+    plain_linears,
 )
-from icl_patch.layers.attachment import as_pass
-from icl_patch.models import kv_cache
-from icl_patch.models.forward import MediaPositions, over_columns
-from icl_patch.models.model_checks import require_finite
-from icl_patch.models.positions import switch_lengths
-from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.logit_digest import LogitDigest
-from icl_patch.recording import forward_passes
-from icl_patch.recording.attached_block import AttachedBlock, Factors
-from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.diagnostics import BlockDiagnostics
-from icl_patch.recording.hooks import paths_of
-from icl_patch.recording.passes import Computation, run_closing_pass
-from icl_patch.recording.patch_assembly import (
-    agree_on_violations,
-    layers_of_all,
-    report_of_all,
-    scales_of,
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
+from icl_patch.recording.decode_recorder import (
+    ExactDecodeRecorder,
+    InexactDecodeRecorder,
+    close_blocks,
 )
-from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
-
-
-@dataclass(eq=False)
-class DecodeState:
-    """A growing context: its tokens, its cache, and how its steps run.
-
-    Attributes:
-        attached: the model. mode, arithmetic: how the steps run.
-        inputs: the current token, its place and the cache, which a step of one pass reads.
-        run: a step of one pass on ``inputs``, eager, compiled or captured; None in two passes.
-        ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
-            hold tokens.
-        live: (B, 1) bool, the rows that still generate. The others get no patch.
-        fingerprint: of the weights at the start.
-        fill: runs the model on a head; returns a new cache. None unless the rotary factors change
-            at some length (LongRoPE).
-        media: positions of the context with its images (M-RoPE).
-        keep_first: how many of every row's first tokens stay, in two passes only.
-    """
-
-    attached: AttachedModel
-    mode: DecodeMode
-    arithmetic: str
-    inputs: StepInputs
-    run: RunStep | None
-    ids: Tensor
-    context_mask: Tensor
-    live: Tensor
-    fingerprint: str
-    fill: Callable[[Sequences], Cache] | None
-    media: MediaPositions | None
-    keep_first: int
-
-    @property
-    def steps(self) -> int:
-        """The number of steps taken."""
-        return 1 + self.inputs.length - self.context_mask.shape[1]
-
-    def advance(self, token_ids: Tensor) -> None:
-        """Make ``token_ids`` (B,) the current token; the one before joins the context."""
-        self.ids[:, self.inputs.length] = token_ids
-        self.inputs.advance(token_ids)
-
-    @property
-    def tokens(self) -> Tensor:
-        """(B, S), the context so far, including the current token."""
-        return self.ids[:, : self.inputs.length]
-
-    def sequences(self) -> Sequences:
-        """The tokens so far: all but the current one and the first ones absorbed."""
-        return sequences_of(self.tokens, self.context_mask, self.media, self.keep_first)
-
-
-def sequences_of(
-    ids: Tensor, context_mask: Tensor, media: MediaPositions | None, keep_first: int
-) -> Sequences:
-    """Tokens (B, S) that began with a context of mask (B, C), and perhaps with images: all but the
-    last one and the first ``keep_first`` absorbed.
-    """
-    mask = F.pad(context_mask, (0, ids.shape[1] - context_mask.shape[1]), value=True)
-    return replace(absorb_all_but_last(ids, mask, keep_first), media=media)
+from icl_patch.recording.diagnostics import Note
+from icl_patch.recording.passes import computing_factors
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeResult:
-    """The result of a decode step.
+class StepDetails:
+    """What a step leaves for its patch, and for a step that has to be repeated.
+
+    Attributes:
+        factors, notes: of every block; the notes for its diagnostics.
+        misses: (L, B), the number of elements that an exact factor of each block misses.
+            activations: of every block, with the context. Both None for other updates.
+    """
+
+    factors: list[Factors]
+    notes: list[list[Note]]
+    misses: Tensor | None = None
+    activations: list[BlockActivations] | None = None
+
+
+register_dataclass(StepDetails)  # so that the output of a step that is made once can be flattened
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutput:
+    """The output of a step.
 
     Attributes:
         logits: (B, V) of the reduced stream.
-        make_patch: assembles the patch from the factors that the step left, when it is called.
+        maybe_infeasible: () bool, whether some block may not be able to take up the context, or a
+            logit is not finite.
+        details: gives the rest, which few steps need.
     """
 
     logits: Tensor
-    make_patch: Callable[[], ContextPatch]
+    maybe_infeasible: Tensor
+    details: Callable[[], StepDetails]
+
+    @classmethod
+    def of_leaves(cls, leaf: Callable[[int], Any], tree: Any) -> "StepOutput":
+        """The output whose :attr:`parts` have the structure ``tree``; ``leaf`` gives their leaves
+        by number.
+        """
+
+        def details() -> Any:
+            return tree_unflatten(map(leaf, range(tree.num_leaves)), tree)[2]
+
+        return cls(leaf(0), leaf(1), details)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, StepDetails]:
+        """All that a step computes, for torch's pytrees."""
+        return self.logits, self.maybe_infeasible, self.details()
 
 
-@as_pass
-def prefill(
-    attached: AttachedModel,
-    plan: OnePass | None,
-    context_ids: Tensor,
-    context_mask: Tensor,
-    capacity: int,
-    *,
-    reserve: bool = True,
-    media: MediaPositions | None = None,
-    keep_first: int = 0,
-    **model_inputs: Any,
-) -> DecodeState:
-    """Run the unmodified model on all of a context but its last token.
-
-    Args:
-        plan: how the steps run both streams in one pass; None for two passes.
-        context_ids, context_mask: (B, C) int64 and bool, left-padded.
-        capacity: the maximum number of tokens, C included.
-        reserve: whether the cache gets room for later tokens, so that few steps copy it.
-        media: positions of the context if there are images in it (M-RoPE).
-        keep_first: how many of every row's first tokens stay; without a plan only.
-        model_inputs: further inputs of the model for the context.
-    """
-    batch, width = context_ids.shape
-    mode = DecodeMode.TWO_PASS if plan is None else plan.mode
-    sequences = absorb_all_but_last(context_ids, context_mask, keep_first)
-    if media is not None:
-        sequences = replace(sequences, media=media._replace(head=media.head[..., :-1]))
-
-    def fill(head: Sequences) -> Cache:
-        cache = attached.prefill(head, **over_columns(model_inputs, head.head_ids.shape[1]))
-        if reserve:
-            kv_cache.reserve(cache, capacity)
-        return cache
-
-    cache = fill(sequences)
-    rows = 1 if plan is None else plan.layout.rows
-    past, first = (x.repeat(rows, 1) for x in (context_mask, sequences.positions[:, -1:]))
-    past = past[:, :-1].long()
-    inputs = StepInputs(
-        current=torch.zeros_like(first),
-        positions=first - 1,
-        mask=F.pad(past, (0, capacity - past.shape[1])),
-        cache=cache,
-        slot=None,
-        length=past.shape[1],
-    )
-    ids = context_ids.new_zeros(batch, capacity)
-    ids[:, : width - 1] = context_ids[:, :-1]
-    return DecodeState(
-        attached=attached,
-        mode=mode,
-        arithmetic=MODEL if plan is None else plan.arithmetic,
-        inputs=inputs,
-        run=None if plan is None else DecodeStep(plan, inputs, batch),
-        ids=ids,
-        context_mask=context_mask,
-        live=torch.ones_like(context_mask[:, :1]),
-        fingerprint=attached.weights.fingerprint,
-        fill=fill if switch_lengths(attached.model) else None,
-        media=sequences.media,
-        keep_first=keep_first,
-    )
+RunStep = Callable[[], StepOutput]
 
 
-@torch.inference_mode(False)  # the cache is written in place, inside inference mode and outside
-@torch.no_grad()
-def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
-    """Run one token per row, with everything before it absorbed into its weights.
+class DecodeStep:
+    """Both streams of one token through the model, without waiting for the device.
 
     Args:
-        state: from :func:`prefill`; it has grown by one token afterwards.
-        token_ids: (B,) int64, the current tokens: the context's last, then generated ones.
-
-    Returns:
-        The logits of the next tokens, and what makes the patch.
-
-    Raises:
-        ControllabilityError: no change of the weights can have the effect, for the block and row
-            named.
-        NonFiniteError: a logit of a live row is not finite.
-        UnsupportedModelError: the model has forward hooks with which the patch would be wrong, or
-            got some since the first step, and its steps run them in one pass.
+        plan: how the model runs both streams.
+        inputs: the tensors that the step reads.
+        batch: B.
+        for_inductor: whether the step is written for a compiler, which fuses small operations but
+            cannot see into ours, see :class:`DecodeRecorder`.
     """
-    attached = state.attached
-    with attached.attachment.exclusive():
-        return attached.ranks.shared(lambda: _decode(state, token_ids))
 
+    def __init__(
+        self, plan: OnePassPlan, inputs: StepInputs, batch: int, *, for_inductor: bool = False
+    ) -> None:
+        self.plan, self.inputs, self.batch = plan, inputs, batch
+        # of each row of both streams, -1 for none
+        index = torch.arange(-batch, batch, device=inputs.current.device)
+        self._patch_index, self._for_inductor = index.clamp(min=-1), for_inductor
+        self._fused = [] if for_inductor else plan.fused
 
-def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
-    attached = state.attached
-    attached.require_attached()
-    if state.run is not None and (hooked := attached.hooks.current()):
-        raise UnsupportedModelError(
-            "expected the model without forward hooks, as at the first step, got new ones"
-            f" on {paths_of(hooked)}: generate again, with mode='two_pass'"
-        )
-    state.advance(token_ids)
-    if state.fill is not None and state.steps > 1:
-        _refill(state, state.fill)
-    if state.run is None:
-        return _of(attached.compute_from(state.inputs.cache, state.sequences(), state.live))
-    output = state.run()
-    # the step's only synchronisation with the device
-    if attached.ranks.any(bool(output.maybe_infeasible)):
-        attached.ranks.shared(lambda: _check_feasible(state, output))
-        misses = output.details().misses
-        missed = misses is not None and bool((misses * state.live.T).any())
-        if attached.ranks.any(missed):
-            return _of(_closed_again(state, output))
-    return DecodeResult(output.logits, _deferred_patch(state, output))
-
-
-def _check_feasible(state: DecodeState, output: StepOutput) -> None:
-    resolved = _diagnostics(state.attached.blocks, output.details(), state.live)
-    agree_on_violations(state.attached, resolved)
-    for diagnostics in resolved:
-        diagnostics.check(start=state.steps - 1)
-    model = state.attached.model
-    run_whole = partial(forward_passes.run_whole, model, state.sequences())
-    require_finite(model, output.logits.unsqueeze(1), run_whole, state.live)
-
-
-def _diagnostics(
-    blocks: Sequence[AttachedBlock], details: StepDetails, live: Tensor
-) -> list[BlockDiagnostics]:
-    """The diagnostics of a step, of the rows that were live."""
-    return [
-        BlockDiagnostics.of(block.block.path, live.to(block.device), notes)
-        for block, notes in zip(blocks, details.notes, strict=True)
-    ]
-
-
-def _refill(state: DecodeState, fill: Callable[[Sequences], Cache]) -> None:
-    """Fill the cache again, in place, if LongRoPE changes its factors with the current token."""
-    sequences = state.sequences()
-    if not switches(state.attached.model, sequences):
-        return
-    filled, cache = fill(sequences), state.inputs.cache
-    if cache.is_compileable:
-        kv_cache.copy_cache(filled, cache, state.inputs.length - 1)
-    else:
-        cache.layers[:] = filled.layers
-
-
-def _of(computation: Computation) -> DecodeResult:
-    patch = computation.patch
-    return DecodeResult(computation.reduced_logits[:, -1], lambda: patch)
-
-
-def _closed_again(state: DecodeState, output: StepOutput) -> Computation:
-    """Repeat an exact step if some of its factors miss their target: a pass of the reduced stream
-    closes every block on the context's output again, each from the output that the block before it
-    reached.
-    """
-    attached = state.attached
-    patch = attached.empty_patch(state.sequences(), passes=2, arithmetic=BATCH_INVARIANT)
-    patch = replace(patch, logits=output.logits.unsqueeze(1))
-    activations = output.details().activations
-    assert activations is not None
-    return run_closing_pass(attached, activations, patch, attached.update, state.live)
-
-
-def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:
-    """Makes the patch of a step when it is called: later, when the state has moved on."""
-    attached, fingerprint = state.attached, state.fingerprint
-    arithmetic = arithmetic_here(attached.model) if state.arithmetic == MODEL else state.arithmetic
-    ids, context_mask, live, media = state.tokens, state.context_mask, state.live, state.media
-    blocks = tuple(attached.blocks)  # also if it is detached by then
-
-    @torch.no_grad()
-    def make() -> ContextPatch:
-        details = output.details()
-        layers = tuple(
-            _of_live_rows(block, layer, live)
-            for block, layer in zip(blocks, details.factors, strict=True)
-        )
-        exact = details.misses is not None  # both streams have the same logits
-        logits = output.logits.unsqueeze(1) if exact else None
-        sequences = sequences_of(ids, context_mask, media, 0)  # one pass absorbs all
-        patch = attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
-        if patch.info.fingerprint != fingerprint:
-            raise ValueError(
-                "expected the weights that the step ran with, they have changed since: read the"
-                " step's patch before you change weights"
+    def __call__(self) -> StepOutput:
+        """Run the current token."""
+        attached, step_inputs = self.plan.attached, self.inputs
+        model: Any = attached.model
+        kind: Any = InexactDecodeRecorder
+        if self.plan.exact:
+            kind = partial(ExactDecodeRecorder, writer_first=self.plan.writer_first)
+        recorders = [
+            kind(
+                block,
+                attached.update,
+                self._patch_index,
+                receives_norm_input=block in self._norm_receivers,
+                for_inductor=self._for_inductor,
             )
-        report, _ = report_of_all(attached, [_diagnostics(blocks, details, live)], live.device)
-        layers = layers_of_all(attached, layers, live.device)
-        patch = replace(patch, layers=layers, report=report, logits=logits)
-        if logits is None:
-            return patch
-        dtype = rounding_dtype(arithmetic, attached.model)
-        return patch.with_digest(LogitDigest.of(logits, live, dtype, identical=True))
+            for block in attached.blocks
+        ]
+        model_inputs = inputs(
+            model,
+            step_inputs.current,
+            step_inputs.visible,
+            step_inputs.positions,
+            step_inputs.cache,
+            last_logits=1,
+        )
+        active = self.plan.layout.active(step_inputs)
+        rotary = nullcontext() if self._for_inductor else fused_rotary(self.plan.rotary)
+        with computing_factors(recorders), active, self._overrides, self.plan.rounding(), rotary:
+            logits = model(**model_inputs).logits[-self.batch :, -1]
+        misses = close_blocks(recorders) if self.plan.exact else None
+        factors = [recorder.factors for recorder in recorders]
+        notes = [recorder.notes for recorder in recorders]
+        flag, activations = maybe_infeasible(notes, logits), None
+        if misses is not None:
+            flag, activations = flag | misses.any(), [recorder.context for recorder in recorders]
+        details = StepDetails(factors, notes, misses, activations)
+        return StepOutput(logits, flag, lambda: details)
 
-    return make
+    @cached_property
+    def _overrides(self) -> ForwardOverrides:
+        """All replaced forwards, each module's once."""
+        attached = self.plan.attached
+        linears = plain_linears(attached.model, attached.block_specs)
+        forwards: dict[nn.Module, Forward] = {x: linear_forward(x) for x in linears}
+        forwards |= {found.module: found for found in self._fused}
+        # the attention's output projections among them, with a shared cache
+        forwards |= self.plan.layout.forwards
+        return ForwardOverrides([*forwards.items(), *self._head()])
+
+    @cached_property
+    def _norm_receivers(self) -> set[AttachedBlock]:
+        """The blocks whose recorder gets its input from the fused pre-MLP norm."""
+        return {found.block for found in self._fused if isinstance(found, NormBefore)}
+
+    def _head(self) -> list[tuple[nn.Module, Forward]]:
+        """The head is the widest matrix of all: it runs only on the rows without the context,
+        (2B, 1, d) -> (B, 1, V).
+        """
+        head: Any = self.plan.attached.model.get_output_embeddings()
+        if not overridable(head):
+            return []
+        forward = linear_forward(head) if is_plain_linear(head) else head.forward
+        return [(head, lambda x: forward(x[-self.batch :]))]
 
 
-def _of_live_rows(block: AttachedBlock, layer: Factors, live: Tensor) -> Factors:
-    """A copy of a block's factors, with its norms' scales; rows that had ended have no change."""
-    scales = scales_of(block, layer)
-    factors: Factors = {}
-    for name, factor in layer.items():
-        # the indices of the active experts stay
-        none = torch.zeros_like(factor) if factor.is_floating_point() else factor
-        unchanged = scales.get(name.replace(".new_scale", ".scale"), none).to(factor.dtype)
-        rows = live.to(factor.device)
-        rows = rows.reshape(*rows.shape, *[1] * (factor.dim() - 2))
-        factors[name] = torch.where(rows, factor, unchanged)
-    return factors | scales
+def maybe_infeasible(notes: list[list[Note]], logits: Tensor) -> Tensor:
+    """Whether some block may not be able to take up the context, or a logit is not finite, () bool,
+    in a few launches.
+    """
+    flag = ~metrics.all_finite(logits)
+    found = [[note.gain for note in block if note.gain is not None] for block in notes]
+    # Readers share an input. Those of the same place in all blocks often lie in one tensor.
+    places = chain.from_iterable(zip_longest(*found))
+    gains = {id(gain): gain for gain in places if gain is not None}.values()
+    if not gains:
+        return flag
+    return flag | (torch.cat([gain.flatten().to(logits.device) for gain in gains]) == 0).any()

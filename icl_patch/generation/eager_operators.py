@@ -3,7 +3,7 @@
 A compiled exact step has to have the bits of its replay, which runs operator by operator. Inductor
 adds, multiplies, compares and moves numbers with the bits of torch's eager operators, and rounds
 every result if ``emulate_precision_casts`` is set. It sums in another order, and has functions of
-its own in place of torch's (exp, rsqrt, a quotient on a GPU). All but the former are therefore
+its own in place of torch's (exp, rsqrt, a quotient on a GPU). Sums and such functions are therefore
 hidden from it: each becomes an operator of the namespace ``icl_patch_eager`` that runs torch's.
 """
 
@@ -75,7 +75,7 @@ def _for_numbers(node: fx.Node, operator: OpOverload) -> OpOverload:
     own operators alone.
     """
     pairs = zip(operator._schema.arguments, node.args, strict=False)
-    if not any(isinstance(x, int | float) and str(of.type) == "Tensor" for of, x in pairs):
+    if not any(isinstance(x, int | float) and str(place.type) == "Tensor" for place, x in pairs):
         return operator
     overload: OpOverload = getattr(
         operator.overloadpacket, operator._overloadname.replace("Tensor", "Scalar")

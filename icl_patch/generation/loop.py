@@ -20,13 +20,14 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch.generation.compiled_step import (
+from icl_patch.generation.decode_mode import AUTO_MODE, TWO_PASS
+from icl_patch.generation.decoding import decode_one_token, start_decoding
+from icl_patch.generation.plans import StepPlans
+from icl_patch.generation.reusable_step import (
     check_compilable,
-    use_compiled_step,
     use_program,
+    use_reusable_step,
 )
-from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.plans import AUTO, TWO_PASS, StepPlans
 from icl_patch.generation.settings import prepare, setting
 from icl_patch.models.forward import (
     CACHE_NAMES,
@@ -208,7 +209,7 @@ def _mode_of(mode: str, compile: bool | str, mask: Tensor, keep_first: int) -> s
             f"expected more than {keep_first + 1} tokens in every row with {keep_first=}, got"
             f" {int(mask.sum(1).min())}"
         )
-    if keep_first and (compile is True or mode not in (AUTO, TWO_PASS)):
+    if keep_first and (compile is True or mode not in (AUTO_MODE, TWO_PASS)):
         asked = "compile=True" if compile is True else f"mode={mode!r}"
         raise ValueError(
             f"expected mode={TWO_PASS!r} with {keep_first=}, as steps of one pass absorb every"
@@ -259,7 +260,7 @@ def _loop(
             if compile is True:
                 check_compilable(attached)
             plan = plans.choose(mode, one_pass=compile is True)
-            state = prefill(
+            state = start_decoding(
                 attached,
                 plan,
                 ids,
@@ -271,7 +272,7 @@ def _loop(
                 **model_inputs,
             )
             if compile is True:
-                release = use_compiled_step(plans, state, traced=True)
+                release = use_reusable_step(plans, state, traced=True)
             elif compile:
                 release = use_program(plans, state)
         yield None

@@ -15,28 +15,30 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from icl_patch.recording.memory import memory_of
+
 _READ = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor in the memory of value ``of``: how it lies there."""
+    """A tensor in the memory of a value, by its number: how it lies there."""
 
-    of: int
+    value: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def at(cls, of: int, tensor: Tensor) -> "View":
-        """A tensor in the memory of value ``of``. Where a stride does not matter, it is that of a
-        contiguous tensor.
+    def at(cls, value: int, tensor: Tensor) -> "View":
+        """A tensor in the memory of value number ``value``. Where a stride does not matter, it is
+        that of a contiguous tensor.
         """
         strides, next_stride = [], 1
         for length, stride in zip(tensor.shape[::-1], tensor.stride()[::-1], strict=True):
             strides.append(next_stride if length == 1 else stride)
             next_stride = strides[-1] * length
-        return cls(of, tuple(tensor.shape), tuple(strides[::-1]), int(tensor.storage_offset()))
+        return cls(value, tuple(tensor.shape), tuple(strides[::-1]), int(tensor.storage_offset()))
 
     @property
     def is_contiguous(self) -> bool:
@@ -45,7 +47,7 @@ class View:
 
     def reshaped(self, shape: tuple[int, ...]) -> "View":
         """The same elements of a contiguous view in another shape."""
-        return View(self.of, shape, _contiguous_strides(shape), self.offset)
+        return View(self.value, shape, _contiguous_strides(shape), self.offset)
 
     @property
     def elements(self) -> int:
@@ -104,12 +106,6 @@ def _by_name(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def memory_of(tensor: Tensor) -> int:
-    """What tells memory apart, as long as it is in use."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
-
-
 class NoHostReads(TorchFunctionMode):
     """Within this context reading a tensor's numbers on the host, which no operator does, raises an
     error.
@@ -125,7 +121,7 @@ class NoHostReads(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
-class Recorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Within this context the operators that run are kept, in order.
 
     Attributes:
@@ -159,9 +155,9 @@ class Recorder(TorchDispatchMode):
         call = Call(function, arguments, keywords, made, several)
         if call.writes:
             named = _by_name(function, args, kwargs)
-            for of in function._schema.arguments:
-                if of.alias_info is not None and of.alias_info.is_write:
-                    self.written |= {memory_of(x) for x in tensors_in(named.get(of.name))}
+            for argument in function._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.written |= {memory_of(x) for x in tensors_in(named.get(argument.name))}
         if call.writes or any(number is not None for number in made):
             self.calls.append(call)
         return result

@@ -4,6 +4,7 @@ A way of one pass is tried before it is used: its steps on trial tokens must be 
 """
 
 import warnings
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +20,9 @@ from icl_patch.errors import (
     SlowerStepsWarning,
     UnsupportedModelError,
 )
-from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.one_pass import DecodeMode, OnePass
+from icl_patch.generation.decode_mode import AUTO_MODE, TWO_PASS, DecodeMode
+from icl_patch.generation.decoding import decode_one_token, start_decoding
+from icl_patch.generation.one_pass_plan import OnePassPlan
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, reason_against
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
@@ -28,11 +30,8 @@ from icl_patch.models.forward_override import execution_state, overridable
 from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.hooks import paths_of
-from icl_patch.tolerances import rounding_limit
+from icl_patch.tolerances import SIXTEEN_BITS, rounding_limit
 
-AUTO, TWO_PASS = "auto", DecodeMode.TWO_PASS.value
-MODES = (AUTO, *(mode.value for mode in DecodeMode))
-_HALF = (torch.bfloat16, torch.float16)
 _SLOWER = {
     DecodeMode.TWO_STREAM: "with rows of both streams in every layer, up to 1.2 times as long",
     DecodeMode.TWO_PASS: "in two passes, 2 to 4 times as long as the model's own",
@@ -45,28 +44,33 @@ class StepPlans:
 
     Attributes:
         attached: the model.
-        compiled: the last compiled steps, by everything that they depend on.
+        reusable_steps: the last ones that contexts gave back, by everything that they depend on.
+        sources: of the last program that was recorded; None if it was given up.
         warned: the reasons against a program that were given already.
     """
 
     attached: AttachedModel
-    compiled: dict[Any, Any] = field(default_factory=dict)
+    reusable_steps: dict[Any, Any] = field(default_factory=dict)
+    sources: deque[str | None] = field(default_factory=lambda: deque(maxlen=1))
     warned: set[str] = field(default_factory=set)
     # by mode and what the model ran; the reason in place of a plan that it does not allow
-    _tried: dict[tuple[Any, ...], OnePass | str] = field(default_factory=dict)
+    _tried: dict[tuple[Any, ...], OnePassPlan | str] = field(default_factory=dict)
     _weights: str | None = None  # the fingerprint then, if the plans depend on it
 
     def clear(self) -> None:
         """Forget everything about the model."""
         self._tried.clear()
-        self.compiled.clear()
+        self.reusable_steps.clear()
+        self.sources.clear()
 
-    def choose(self, mode: str = AUTO, *, one_pass: bool = False) -> OnePass | None:
+    def choose(self, mode: str = AUTO_MODE, *, one_pass: bool = False) -> OnePassPlan | None:
         """The plan of the requested mode, or of the fastest that the model allows; None for two
-        passes. A slower one than the update has on other models warns, unless it is asked for.
+        passes. If ``"auto"`` takes a mode that is slower than the one that this update has on other
+        models, a :class:`~icl_patch.errors.SlowerStepsWarning` says why.
 
         Args:
-            mode: one of ``MODES``. one_pass: whether two passes will not do, as in a compiled step.
+            mode: one of :data:`icl_patch.generation.decode_mode.MODES`.
+            one_pass: whether two passes will not do, as in a compiled step.
 
         Raises:
             ValueError: there is no such mode, or the update has no steps of it.
@@ -84,13 +88,13 @@ class StepPlans:
             reason = UnsupportedModelError(f"{type(attached.model).__name__}: {why}")
         modes = [] if reason else [DecodeMode.SHARED_CACHE.value, DecodeMode.TWO_STREAM.value]
         modes += [] if one_pass else [TWO_PASS]
-        if mode not in (AUTO, *modes):
+        if mode not in (AUTO_MODE, *modes):
             kind = "steps of one pass" if one_pass else "steps"
             raise ValueError(
                 f"expected mode {' or '.join(map(repr, modes)) or 'none'} for {kind} of the update"
                 f" {attached.update!r} on {type(attached.model).__name__}, got {mode!r}"
             )
-        if mode != AUTO:
+        if mode != AUTO_MODE:
             modes, reason = [mode], None
         elif attached.has_ties and not exact:
             # where rounding decides a token's experts, the streams' rows had better be in one batch
@@ -98,7 +102,7 @@ class StepPlans:
         for name in modes:
             tried = DecodeMode(name)
             try:
-                plan = self.of(tried)
+                plan = self.for_mode(tried)
             except UnsupportedModelError as error:
                 reason = reason or error
                 continue
@@ -113,7 +117,7 @@ class StepPlans:
         assert reason is not None
         raise reason
 
-    def of(self, mode: DecodeMode) -> OnePass | None:
+    def for_mode(self, mode: DecodeMode) -> OnePassPlan | None:
         """The plan of a mode, tried if it is new or the model runs something else; None for two
         passes.
 
@@ -151,14 +155,14 @@ class StepPlans:
         parallel = any(block.spec.parallel for block in self.attached.block_specs)
         return parallel and self.attached.update == "exact"
 
-    def _try(self, mode: DecodeMode, arithmetic: str) -> OnePass:
+    def _try(self, mode: DecodeMode, arithmetic: str) -> OnePassPlan:
         """A plan of one pass, whose steps on trial tokens are their replays."""
         attached, exact = self.attached, self.attached.update == "exact"
         model = attached.model
         uncovered = f"mode={mode.value!r} does not cover {type(model).__name__}"
         for writer_first in (False, True) if self._orders_differ else (False,):
-            with attached.attachment.exclusive(), attached.own_rounding():
-                make = partial(OnePass, attached, mode, arithmetic, writer_first=writer_first)
+            with attached.attachment.exclusive(), attached.without_autocast():
+                make = partial(OnePassPlan, attached, mode, arithmetic, writer_first=writer_first)
                 plan = attached.ranks.shared(make)
                 try:
                     error = _replay_error(plan)
@@ -184,7 +188,7 @@ def _arithmetic(attached: AttachedModel, mode: DecodeMode) -> str:
         UnsupportedModelError: an exact update has no batch-invariant steps.
     """
     model, exact = attached.model, attached.update == "exact"
-    if not exact and (mode is DecodeMode.SHARED_CACHE or model.dtype not in _HALF):
+    if not exact and (mode is DecodeMode.SHARED_CACHE or model.dtype not in SIXTEEN_BITS):
         return MODEL
     reason = reason_against(model)
     if reason is None and any(block.spec.experts_scale_input for block in attached.blocks):
@@ -218,14 +222,14 @@ def _is_plain(module: nn.Module) -> bool:
     return plain and overridable(base)
 
 
-def _replay_error(plan: OnePass) -> float:
+def _replay_error(plan: OnePassPlan) -> float:
     """The largest error of some replays."""
     attached = plan.attached
     padding = 3 if attached.takes_padding else 0
     ids = trial_tokens(attached.model, 9, 1, attached.tokenizer, starts=[0, padding])
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :padding] = False
-    state = prefill(attached, plan, ids[:, :7], mask[:, :7], 9)
+    state = start_decoding(attached, plan, ids[:, :7], mask[:, :7], 9)
     found = []
     for column in (6, 7, 8):
         result = decode_one_token(state, ids[:, column])

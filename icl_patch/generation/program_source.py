@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from icl_patch.generation.operator_recorder import Call, View, key_of, memory_of, tensors_in
+from icl_patch.generation.operator_recorder import Call, View, key_of, tensors_in
+from icl_patch.recording.memory import memory_of
 
 _aten = torch.ops.aten
 SIGNS = {_aten.add.Tensor: "+", _aten.sub.Tensor: "-", _aten.mul.Tensor: "*"}
@@ -85,7 +86,7 @@ class Source:
         """The name of a view, which is made where it is first needed."""
         if name := self._variables.get(view):
             return name
-        whole = self._whole[view.of]
+        whole = self._whole[view.value]
         base = self._variables[whole]
         name = f"{base}_{'x'.join(map(str, view.shape))}"
         if view.is_contiguous and whole.is_contiguous and view.elements == whole.elements:

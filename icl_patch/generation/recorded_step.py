@@ -1,7 +1,7 @@
 """A decode step that runs as the program of its first run."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from icl_patch.errors import SlowerStepsWarning
 from icl_patch.generation.captured_step import CapturedStep
-from icl_patch.generation.one_pass import DecodeStep, RunStep, StepOutput
+from icl_patch.generation.decode_step import DecodeStep, RunStep, StepOutput
 from icl_patch.generation.step_program import StepProgram
 from icl_patch.layers.patched_module import with_base
 
@@ -27,12 +27,17 @@ class RecordedStep:
     step under autocast, or with other weights, modules or forwards than those that were recorded,
     runs the model's own code. Other settings of a module count from the next context on.
 
+    Args:
+        step: the step.
+        on_source: gets the source of the program when it is recorded, and None if it is given up.
+
     Attributes:
         program: the program; None before the first call, and where there is none.
         own_code: the step in the model's own code.
     """
 
-    def __init__(self, step: DecodeStep) -> None:
+    def __init__(self, step: DecodeStep, on_source: Callable[[str | None], None]) -> None:
+        self._on_source = on_source
         self.program: StepProgram | None = None
         self.own_code = step
         self._tree: Any = None
@@ -47,7 +52,7 @@ class RecordedStep:
         return self._run()
 
     def _record(self) -> StepOutput:
-        blocks = [block.block.path for block in self.own_code.plan.attached.blocks]
+        blocks = [block.path for block in self.own_code.plan.attached.blocks]
         leaves: list[Any] = []
 
         def run() -> list[Any]:
@@ -60,6 +65,7 @@ class RecordedStep:
             output = self.own_code()  # an error of the model's own code comes again
             self._give_up(error)
             return output
+        self._on_source(self.program.source)
         self._run = self._compare
         return StepOutput.of_leaves(leaves.__getitem__, self._tree)
 
@@ -102,6 +108,7 @@ class RecordedStep:
     def _give_up(self, reason: Exception | str) -> None:
         """Run the model's own code from now on."""
         self.program, self._run = None, self.own_code
+        self._on_source(None)
         self._warn(reason)
 
     def _warn(self, reason: Exception | str) -> None:

@@ -80,7 +80,7 @@ class SharedCacheStreams:
             for reason, holds in reasons.items():
                 if holds:
                     raise UnsupportedModelError(
-                        f"mode='shared_cache' does not cover {block.block.path}: {reason}"
+                        f"mode='shared_cache' does not cover {block.path}: {reason}"
                     )
         # of the model, which some rank has
         last = blocks[-1] if is_last(model) and not exact else None
@@ -121,7 +121,8 @@ class SharedCacheStreams:
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
-        streams.
+        streams. Its input must be the first half of the attention of both streams, untouched: the
+        product is taken of the whole.
         """
         original = linear_forward(module) if is_plain_linear(module) else module.forward
 
@@ -171,7 +172,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
 
     ids = trial_tokens(model, 2, seed=1, starts=[0])
     with attending(on_attention):
-        traces = trace(model, {block.block.path: block.module for block in blocks}, ids)
+        traces = trace(model, {block.path: block.module for block in blocks}, ids)
     if len(outputs) != len(blocks):
         raise UnsupportedModelError(
             f"mode='shared_cache' does not cover {type(model).__name__}: its {len(blocks)} blocks"
@@ -179,7 +180,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
         )
     projections = []
     for block, address in zip(blocks, outputs, strict=True):
-        path = block.block.path
+        path = block.path
         readers = [
             call.module
             for call in traces[path].calls

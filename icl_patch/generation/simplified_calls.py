@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_map_only
 from icl_patch.generation.grouped_maps import grouped
 from icl_patch.generation.operator_recorder import (
     Call,
-    Recorder,
+    OperatorRecorder,
     View,
     key_of,
-    memory_of,
     tensors_in,
 )
 from icl_patch.generation.program_source import SIGNS
+from icl_patch.recording.memory import memory_of
 
 _aten = torch.ops.aten
 # What these make depends on their input's shape alone.
@@ -41,7 +41,7 @@ class Simplified:
         whole: how each value lies in its memory.
     """
 
-    def __init__(self, recorder: Recorder, outputs: Iterable[Any]) -> None:
+    def __init__(self, recorder: OperatorRecorder, outputs: Iterable[Any]) -> None:
         self._values, self._written = recorder.values, recorder.written
         self.whole = [View.at(number, value) for number, value in enumerate(recorder.values)]
         self._instead: dict[int, View | Tensor] = {}
@@ -52,13 +52,13 @@ class Simplified:
         simplified = (call for x in recorder.calls for call in self._simplified(x))
         calls = grouped(simplified, self._is_written)
         self.outputs = [self._resolved(x) for x in outputs]
-        needed = {x.of for x in self.outputs if isinstance(x, View)}
+        needed = {x.value for x in self.outputs if isinstance(x, View)}
         self.calls: list[Call] = []
         for call in reversed(calls):
             if call.writes or needed & {*call.made}:
                 self.calls.append(call)
                 needed |= {
-                    x.of for x in tensors_in((call.args, call.kwargs)) if isinstance(x, View)
+                    x.value for x in tensors_in((call.args, call.kwargs)) if isinstance(x, View)
                 }
         self.calls.reverse()
 
@@ -66,16 +66,16 @@ class Simplified:
         """What stands for a tensor in the program."""
         if isinstance(x, Tensor):
             return x
-        for start, part in self._parts.get(x.of, ()) if x.is_contiguous else ():
+        for start, part in self._parts.get(x.value, ()) if x.is_contiguous else ():
             if start <= x.offset and x.offset + x.elements <= start + part.elements:
-                return replace(x, of=part.of, offset=x.offset - start + part.offset)
-        if (instead := self._instead.get(x.of)) is None:
+                return replace(x, value=part.value, offset=x.offset - start + part.offset)
+        if (instead := self._instead.get(x.value)) is None:
             return x
         if isinstance(instead, Tensor):
             return instead.as_strided(x.shape, x.stride, x.offset)
         # of a copy or an earlier result, whose values lie in the same order
-        shift = instead.offset - int(self._values[x.of].storage_offset())
-        return replace(x, of=instead.of, offset=x.offset + shift)
+        shift = instead.offset - int(self._values[x.value].storage_offset())
+        return replace(x, value=instead.value, offset=x.offset + shift)
 
     def _simplified(self, call: Call) -> Iterator[Call]:
         """What the program calls for it: nothing, itself or others."""
@@ -115,7 +115,7 @@ class Simplified:
             yield self._of_rows(call)
             return
         result, joined = self.whole[number], _neighbours(parts)
-        same_dtype = len({self._values[x.of].dtype for x in (result, *parts)}) == 1
+        same_dtype = len({self._values[x.value].dtype for x in (result, *parts)}) == 1
         if len(joined) == 1 and same_dtype:
             self._instead[number] = joined[0].reshaped(result.shape)
         elif len(joined) < len(parts):
@@ -129,22 +129,22 @@ class Simplified:
 
     def _cut_together(self, call: Call, number: int, parts: Sequence[View]) -> Iterator[Call]:
         """The same part of each of many values, cut out of all of them together."""
-        result, part, whole = self.whole[number], parts[0], [self.whole[x.of] for x in parts]
+        result, part, whole = self.whole[number], parts[0], [self.whole[x.value] for x in parts]
         rows = (len(parts) * whole[0].shape[0], *whole[0].shape[1:])
         if part.elements == whole[0].elements:
             self.whole[number] = result.reshaped(rows)
             yield replace(call, target=_aten.cat.default, args=(whole,))
             return
-        values = torch.cat([self._values[x.of].reshape(x.shape) for x in whole])
+        values = torch.cat([self._values[x.value].reshape(x.shape) for x in whole])
         together = Call(_aten.cat.default, (whole,), {}, (len(self._values),), False)
         self._values.append(values)
         self.whole.append(View.at(len(self.whole), values))
         if self._is_new(together):
             yield together
-        of = self._resolved(self.whole[-1])
-        assert isinstance(of, View)
+        joined = self._resolved(self.whole[-1])
+        assert isinstance(joined, View)
         cut = replace(
-            of,
+            joined,
             shape=(len(parts), *part.shape),
             stride=(whole[0].elements, *part.stride),
             offset=part.offset - whole[0].offset,
@@ -159,7 +159,7 @@ class Simplified:
 
     def _are_cut_alike(self, parts: Sequence[View]) -> bool:
         """Whether these are the same part of each of many values."""
-        whole = [self.whole[part.of] for part in parts]
+        whole = [self.whole[part.value] for part in parts]
         return (
             len(parts) > 2
             and len({(*x.shape, x.offset) for x in whole}) == 1
@@ -195,7 +195,7 @@ class Simplified:
         if is_cat and not axes[0]:
             dtype = self._values[number].dtype
             places = _places(operands)
-            self._parts[number] = [x for x in places if self._values[x[1].of].dtype == dtype]
+            self._parts[number] = [x for x in places if self._values[x[1].value].dtype == dtype]
         self.whole[number] = result.reshaped(tuple(size[axis] for axis in axes))
         operands = [_with(rows, x) for x in operands]
         return replace(call, args=(operands, *call.args[1:]) if is_cat else tuple(operands))
@@ -204,13 +204,13 @@ class Simplified:
         return isinstance(x, Tensor) and memory_of(x) in self._constant
 
     def _is_written(self, x: View | Tensor) -> bool:
-        return memory_of(x if isinstance(x, Tensor) else self._values[x.of]) in self._written
+        return memory_of(x if isinstance(x, Tensor) else self._values[x.value]) in self._written
 
     def _is_copy(self, x: View | Tensor, copy: Tensor) -> bool:
         """Whether a copy lies in its memory as ``x``, which a call has made, in its own."""
         if isinstance(x, Tensor):
             return False
-        value, other = self._values[x.of], View.at(-1, copy)
+        value, other = self._values[x.value], View.at(-1, copy)
         if (value.dtype, value.device) != (copy.dtype, copy.device):
             return False
         return x.shape == other.shape and x.stride == other.stride
@@ -226,7 +226,7 @@ def _neighbours(parts: Iterable[View]) -> list[View]:
     joined: list[View] = []
     for part in parts:
         last = joined[-1] if joined else None
-        if last and (last.of, last.offset + last.elements) == (part.of, part.offset):
+        if last and (last.value, last.offset + last.elements) == (part.value, part.offset):
             joined[-1] = last.reshaped((last.elements + part.elements,))
         else:
             joined.append(part)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from icl_patch.generation.operator_recorder import NoHostReads, Recorder, View
+from icl_patch.generation.operator_recorder import NoHostReads, OperatorRecorder, View
 from icl_patch.generation.program_source import Source
 from icl_patch.generation.simplified_calls import Simplified
 
@@ -36,7 +36,7 @@ class StepProgram:
     def __init__(
         self, run: Callable[[], list[Any]], names: Mapping[str, Tensor], sections: Iterable[str]
     ) -> None:
-        recorder = Recorder()
+        recorder = OperatorRecorder()
         with ExitStack() as stack:
             stack.enter_context(NoHostReads())
             stack.enter_context(recorder)
@@ -47,8 +47,8 @@ class StepProgram:
         # A leaf that is no tensor stays as it is.
         self._leaves = [next(left) if isinstance(x, (Tensor, View)) else x for x in outputs]
         writing = Source(simplified.whole, names, tuple(sections))
-        returned = sorted({x.of for x in self._leaves if isinstance(x, View)})
-        self._place = {of: place for place, of in enumerate(returned)}
+        returned = sorted({x.value for x in self._leaves if isinstance(x, View)})
+        self._place = {value: place for place, value in enumerate(returned)}
         self._whole = simplified.whole
         self.source = writing.function(simplified.calls, returned)
         self._function = writing.compiled(self.source)
@@ -63,7 +63,7 @@ class StepProgram:
         leaf = self._leaves[number]
         if not isinstance(leaf, View):
             return leaf
-        whole = made[self._place[leaf.of]]
-        if leaf == self._whole[leaf.of]:
+        whole = made[self._place[leaf.value]]
+        if leaf == self._whole[leaf.value]:
             return whole
         return whole.as_strided(leaf.shape, leaf.stride, leaf.offset)

@@ -36,7 +36,9 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
 
     def output(self, slot: Tensor | None = None) -> Tensor:
-        """What the model's attention gives; with a slot, what the tokens get alone behind it."""
+        """The output of this call, (B, T, H, D). With a slot it is (2B, 1, H, D): behind the B rows
+        stands each token's own value, the output of a token that attends to itself alone.
+        """
         return self.run(*self[1:], slot)
 
 

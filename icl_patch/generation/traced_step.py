@@ -16,17 +16,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.graph_partition import in_regions
-from icl_patch.generation.one_pass import DecodeStep, StepDetails, StepOutput
+from icl_patch.generation.decode_step import DecodeStep, StepDetails, StepOutput
 from icl_patch.generation.operator_recorder import NoHostReads
+from icl_patch.generation.region_compiler import in_regions
 
 
 class TracedStep:
     """A step as a compiled graph of operators, which the first call makes.
 
-    The first call compares. A step in the batch-invariant arithmetic keeps its bits, because they
-    have to be those of its replay. Another one has the logits, up to rounding, of the step that is
-    not written for a compiler, of which the replays were tried.
+    The first call checks the graph. In the batch-invariant arithmetic it must have all bits of the
+    step, because the replay of its patch has them. In the model's own arithmetic its logits must be
+    those of a step without ``for_inductor``, up to rounding: such steps were compared with their
+    replays.
 
     Raises:
         UnsupportedModelError: the model's pass cannot be traced, or the graph gives something else.
@@ -69,19 +70,19 @@ class TracedStep:
         with one_mode, NoHostReads():
             traced = make_fx(run)()
         plan, free = self._step.plan, _free_tensors(outputs[0], expected)
-        attached, fixed = plan.attached, plan.keeps_bits
-        if not fixed:
+        attached, keeps_bits = plan.attached, plan.keeps_bits
+        if not keeps_bits:
             eager = DecodeStep(plan, self._step.inputs, self._step.batch)().logits
         blocks = [block.module for block in attached.blocks]
-        graph = in_regions(traced, blocks, eager_rounding=fixed, free=free)
+        graph = in_regions(traced, blocks, eager_rounding=keeps_bits, free=free)
         tensors: list[Tensor] = graph()
         for number, (got, wanted) in enumerate(zip(tensors, expected, strict=True)):
-            compared = fixed and number not in free
+            compared = keeps_bits and number not in free
             if compared and not torch.allclose(got, wanted, 0, 0, equal_nan=True):
                 raise RuntimeError(
                     "the compiled step has other bits than the replay of its patch would have"
                 )
-        if not fixed and metrics.all_finite(eager):  # other logits are refused behind the step
+        if not keeps_bits and metrics.all_finite(eager):  # other logits are refused behind the step
             error = metrics.linf(tensors[0], eager).max()
             if error > attached.replay_limit:
                 raise RuntimeError(f"the compiled step is off by {error:.1g} of the largest logit")
@@ -94,6 +95,6 @@ def _free_tensors(
 ) -> frozenset[int]:
     """The numbers of the output's tensors whose bits no replay depends on: the diagnostics."""
     logits, _, details = output
-    fixed = tree_leaves((logits, details.factors, details.misses, details.activations))
-    addresses = {id(tensor) for tensor in fixed}
+    compared = tree_leaves((logits, details.factors, details.misses, details.activations))
+    addresses = {id(tensor) for tensor in compared}
     return frozenset(n for n, tensor in enumerate(tensors) if id(tensor) not in addresses)

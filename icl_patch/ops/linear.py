@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -184,11 +185,14 @@ def record_linears(
     """y_pair and u of :func:`record_linear` for each weight and bias of ``maps``, bit for bit. On
     CUDA this is one launch if the maps are alike.
     """
+    kernels = triton_for((z_pair, *chain.from_iterable(maps)))
+    if (
+        kernels is None
+        or direction.coeff is None
+        or product_path(z_pair, z_pair.shape[0] // 2) == GEMM
+    ):
+        return [record_linear(z_pair, *linear, direction=direction)[:2] for linear in maps]
     weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
-    kernels = triton_for((z_pair, *weights, *biases))
-    many = product_path(z_pair, z_pair.shape[0] // 2) == GEMM
-    if kernels is None or many or direction.coeff is None:
-        return [record_linear(z_pair, *of, direction=direction)[:2] for of in maps]
     flat = kernels.record_linears(z_pair, weights, biases, direction.coeff)
     return list(zip(flat[::2], flat[1::2], strict=True))
 

@@ -157,6 +157,11 @@ class AttachedBlock:
             )
 
     @property
+    def path(self) -> str:
+        """The block's path in the model."""
+        return self.block.path
+
+    @property
     def patched(self) -> dict[str, PatchedModule]:
         """All patched modules of the block, by their paths in the model."""
         return {self.block.path_of(name): module for name, _, module in self._swapped}
@@ -223,7 +228,7 @@ class AttachedBlock:
         shared = all(x.dim() < 3 for x in factors.values())
         if shared and self.experts is not None:
             raise UnsupportedModelError(
-                f"{self.block.path} has experts: a token's patch changes the experts it chose, and"
+                f"{self.path} has experts: a token's patch changes the experts it chose, and"
                 " no others"
             )
         self.off()

@@ -61,7 +61,7 @@ from icl_patch.recording.hooks import HookIds, Hooks, paths_of
 from icl_patch.recording.passes import (
     Computation,
     call_logits,
-    compute_closing,
+    compute_in_two_passes,
     replay_compared,
     replay_logits,
     replay_observed,
@@ -69,7 +69,7 @@ from icl_patch.recording.passes import (
 from icl_patch.recording.replay_check import check_replay
 from icl_patch.recording.self_check import SelfCheck, takes_padding
 from icl_patch.recording.sequences import Sequences, with_media
-from icl_patch.tolerances import rounding_limit
+from icl_patch.tolerances import SIXTEEN_BITS, rounding_limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class AttachedModel:
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
         try:
-            with self.attachment.exclusive(), self.own_rounding():
+            with self.attachment.exclusive(), self.without_autocast():
                 self.ranks.shared(lambda: self._attach(state))
         except BaseException as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
@@ -185,8 +185,8 @@ class AttachedModel:
                 on_all_ranks(refusal)
             raise refusal from error
 
-    def own_rounding(self) -> torch.autocast:
-        """Autocast off: its rounding would hide the errors that a trial looks for."""
+    def without_autocast(self) -> torch.autocast:
+        """Within this context autocast is off, whose rounding would hide what a trial looks for."""
         return torch.autocast(input_device(self.model).type, enabled=False)
 
     def _check_model(self, model: PreTrainedModel) -> None:
@@ -323,7 +323,7 @@ class AttachedModel:
         """Whether a row with padding on its left has the logits that it has alone; tried when it
         is first asked for.
         """
-        with self.attachment.exclusive(), torch.inference_mode(False), self.own_rounding():
+        with self.attachment.exclusive(), torch.inference_mode(False), self.without_autocast():
             hooked = self.hooks.current()
             if hooked not in self._takes_padding:
                 self._takes_padding[hooked] = takes_padding(
@@ -342,7 +342,7 @@ class AttachedModel:
         """Whether rounding decides a token's experts: a replay that rounds otherwise may choose
         some that have no factors.
         """
-        rounds = self.model.dtype in (torch.bfloat16, torch.float16)
+        rounds = self.model.dtype in SIXTEEN_BITS
         return rounds and any(block.spec.experts is not None for block in self.block_specs)
 
     @as_pass
@@ -415,7 +415,7 @@ class AttachedModel:
         live: (B, 1) bool, the rows that get a patch; all by default.
         """
         hooked = self.hooks.current()
-        computation = compute_closing(self, cache, sequences, live)
+        computation = compute_in_two_passes(self, cache, sequences, live)
         self._check_finite(computation, sequences, live)
         return self._check_computed(hooked, computation, live) if hooked else computation
 
@@ -440,14 +440,14 @@ class AttachedModel:
 
     @as_pass
     def replay_logits(self, patch: ContextPatch) -> Tensor:
-        """The same without looking at the blocks: logits (B, T, V)."""
+        """Replay a patch, unchecked, without the blocks' activations: logits (B, T, V)."""
         return replay_logits(self, patch)
 
     @as_pass
     def replay_checked(self, patch: ContextPatch) -> Tensor:
-        """The same, compared with the replay where the patch was made; and with the logits with the
-        context if there are hooks on the model now or were when the patch was computed: logits (B,
-        T, V).
+        """Replay a patch and check the logits (B, T, V): against those of its replay where it was
+        made, and against those with the context if there are hooks on the model now or were when it
+        was computed.
 
         A loaded patch has no logits. Its replay must be the same without the hooks.
 

@@ -16,15 +16,21 @@ Table 1 and Appendix B of Goldwaser et al. (2025)::
     ours         any writer, rounded    round(... + f ...) = T    close
 
 :mod:`icl_patch.recording.algorithm_1` puts them together, with every matrix written out. The
-recorders of a pass and of a decode step call them too, with vectors alone, and nothing else
-computes an update. The patched modules (:mod:`icl_patch.layers`) apply it.
+recorders of a pass and of a decode step call them too, with vectors alone. In a decode step one op
+may compute several of them, together with the norm or the product beside them::
+
+    ops.norm_pair        context_change, read_direction
+    ops.record_linear    reader_update, add_rank_one
+    ops.record_norm      stable_scale, read_direction, add_rank_one
+
+``tests/recording/test_block_math.py`` compares these ops with the functions. Nothing else computes
+an update. The patched modules (:mod:`icl_patch.layers`) apply it.
 
 Shapes: ``...`` tokens, ``d`` residual width, ``K`` and ``N`` the features that a matrix takes and
 gives, ``I`` inner width of the MLP, ``k`` active experts. Results are in the accumulation dtype,
 fp32 or fp64 for fp64, if nothing else is said.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,30 +78,12 @@ def reader_update(y_ctx: Tensor, y: Tensor) -> Tensor:
     """``u = W z_ctx - W z`` as the difference of the module's own two outputs; with ``v = z/‖z‖²``,
     ``(W + u vᵀ) z = W z_ctx``.
 
-    y_ctx, y: (..., N), any float dtype.
+    y_ctx, y: (..., N), any float dtype. In a decode step
+    :func:`icl_patch.ops.record_linear` computes it, with both products and the patched output.
     Source: Goldwaser et al. (2025), Theorem 1 and Lemmas 6 and 7.
     """
     dtype = torch.promote_types(y.dtype, torch.float32)
     return y_ctx.to(dtype) - y.to(dtype)
-
-
-def reader_pairs(
-    z_pair: Tensor, maps: Sequence[tuple[Tensor, Tensor | None]], direction: Direction
-) -> list[tuple[Tensor, Tensor]]:
-    """:func:`reader_update` of readers of one input, with the products of both streams, which read
-    each weight once.
-
-    Args:
-        z_pair: (2M, K), rows with the context and then as many without.
-        maps: weight (N, K) and bias (N,) of each reader, in z's dtype.
-        direction: :func:`read_direction` of the rows without the context.
-
-    Returns:
-        For each reader its patched outputs (2M, N) in z's dtype, and u (M, N).
-    """
-    if ops.has_triton(z_pair.device.type):
-        return ops.record_linears(z_pair, maps, direction=direction)
-    return [ops.record_linear(z_pair, *of, direction=direction)[:2] for of in maps]
 
 
 def scaled_reader_update(change: Tensor, share: Tensor) -> Tensor:
@@ -111,7 +99,8 @@ def scaled_reader_update(change: Tensor, share: Tensor) -> Tensor:
 def add_rank_one(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:
     """``(W + u vᵀ) z = y + (v·z) u`` for ``y = W z``: (..., N), rounded once to ``out_dtype``.
 
-    y, u: (..., N); z, v: (..., K).
+    y, u: (..., N); z, v: (..., K). In a decode step :func:`icl_patch.ops.record_linear` and
+    :func:`icl_patch.ops.record_norm` compute it too.
     """
     flat = [x.reshape(-1, x.shape[-1]) for x in (y, z, u, v)]
     return ops.add_low_rank(*flat, out_dtype=out_dtype).reshape(y.shape)
@@ -129,15 +118,20 @@ def bias_update(delta: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def weight_update(
-    delta: Tensor, h: Tensor, dtype: torch.dtype | None = None
+    delta: Tensor,
+    h: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    direction: Direction | None = None,
 ) -> tuple[Tensor, Direction]:
     """``u = delta`` and ``v = h / ‖h‖²``, so that ``(W + u vᵀ) h = W h + delta``.
 
-    delta: (..., d); h: (..., K), the input of W; dtype: of u and v, fp32 or fp64. Where h is 0, so
-    are v and ``1/‖h‖²``, and no change of W has an effect.
+    delta: (..., d); h: (..., K), the input of W; dtype: of u and v, fp32 or fp64; direction: that
+    of h, if it is known. Where h is 0, so are v and ``1/‖h‖²``, and no change of W has an effect.
     Source: Goldwaser et al. (2025), Lemma 9.
     """
-    direction = read_direction(h, dtype)
+    if direction is None:
+        direction = read_direction(h, dtype)
     return delta.to(direction.v.dtype), direction
 
 
@@ -196,6 +190,22 @@ def off_zero(patched: Tensor, hidden_down: Tensor, addend: Tensor | None = None)
     if addend is not None:
         total, small = patched + addend, torch.maximum(small, 2 * limits.eps * patched.abs())
     return torch.where(total.abs() <= 2.0**-24 * rms, small, 0)
+
+
+def move_off_zero(
+    u: Tensor,
+    v: Tensor,
+    hidden_down: Tensor,
+    h: Tensor,
+    out_dtype: torch.dtype,
+    addend: Tensor | None = None,
+) -> Tensor:
+    """u (..., d) of a stable update, from which an exact scale writer starts: moved by
+    :func:`off_zero` where the patched output, rounded to ``out_dtype``, would be 0.
+
+    u, hidden_down, addend: (..., d); v, h: (..., K), h the input of W_down.
+    """
+    return u + off_zero(add_rank_one(hidden_down, h, u, v, out_dtype), hidden_down, addend)
 
 
 def scale_off_zero(new_scale: Tensor, scaled: Tensor, addend: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ same batch (:class:`~icl_patch.recording.decode_recorder.DecodeRecorder`).
 Shapes: B rows, T tokens, d residual width; M = B·T rows of a matrix product.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,14 @@ from icl_patch.models.block_spec import Writer
 from icl_patch.recording import block_math
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
+from icl_patch.recording.memory import same_place
+
+Arguments = TypeVarTuple("Arguments")
 
 
-class PendingFactor(NamedTuple):
-    """An exact writer's fp64 output ``base + factor · gain``, with a factor that is still to be
-    chosen.
+class WriterToClose(NamedTuple):
+    """An exact writer that is still to be closed: its fp64 output is ``base + factor · gain``, with
+    the factor that it starts from.
     """
 
     base: Tensor
@@ -63,10 +67,10 @@ class BlockRecorder:
         self.valid: Tensor | None = None
         if valid is not None:
             self.valid, self.shape = valid.to(block.device), (len(valid), valid.shape[1])  # (B, T)
-            self.diagnostics = BlockDiagnostics.of(block.block.path, self.valid)
+            self.diagnostics = BlockDiagnostics.of(block.path, self.valid)
         self.context = context
         self.exact = update == "exact"
-        self.pending: PendingFactor | None = None  # of an exact writer
+        self.to_close: WriterToClose | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
         self._read_input: Tensor | None = None  # z, which has these directions
         self.direction: ops.Direction | None = None  # (B, T, K)
@@ -84,9 +88,15 @@ class BlockRecorder:
             self.block.keep_unrounded(stack)
         self.block.hook_residual(stack, self.on_residual)
 
-    def note(self, name: str, *arguments: Any) -> None:
+    def note(
+        self, method: Callable[[BlockDiagnostics, *Arguments], None], *arguments: *Arguments
+    ) -> None:
         """Call a method of the block's diagnostics."""
-        getattr(self.diagnostics, name)(*arguments)
+        method(self.diagnostics, *arguments)
+
+    def refuse(self, condition: str, gain: Tensor, change: Tensor, side: str = "output") -> None:
+        """Call :meth:`BlockDiagnostics.refuse` of the block's diagnostics."""
+        self.note(BlockDiagnostics.refuse, condition, gain, change, side)
 
     # -- factors
 
@@ -156,11 +166,11 @@ class BlockRecorder:
         """The change of the writer's output, (B, T, d)."""
         if self.delta is None:
             raise UnsupportedModelError(
-                f"{self.block.block.path}: its MLP ends before its residual stream is known"
+                f"{self.block.path}: its MLP ends before its residual stream is known"
             )
         if self.spec.residual_multiplier == 0:
             zero = torch.zeros_like(self.delta)
-            self.note("refuse", "the factor of the block's branch is 0", zero, self.delta)
+            self.refuse("the factor of the block's branch is 0", zero, self.delta)
             return zero
         factor, multiplier = self.spec.residual_factor, self.spec.residual_multiplier
         name = self.spec.residual_weight
@@ -194,7 +204,7 @@ class BlockRecorder:
         reference = reference.to(dtype)
         if y_ctx is not None and self.exact:
             self.context.readers[name] = reference  # which a miss needs
-        self.note("reader", patched, reference, u)
+        self.note(BlockDiagnostics.reader, patched, reference, u)
         return self.join(y_ctx, patched, output)
 
     def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
@@ -202,7 +212,7 @@ class BlockRecorder:
         assert self.direction is not None
         v, inverse, _ = self.direction
         self.keep(layer, u=u, v=v)
-        self.note("refuse", f"the input z of {name} is 0", inverse, u, "input")
+        self.refuse(f"the input z of {name} is 0", inverse, u, "input")
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction v (B, T, K) of the reduced rows of z, computed once a block."""
@@ -287,7 +297,7 @@ class BlockRecorder:
         """Note tokens with h = 0, for which every output matrix gives 0."""
         weight = self.spec.writer is Writer.WEIGHT
         cure = ": give it a bias of zeros before attaching, which is changed then" if weight else ""
-        self.note("refuse", f"the input h of {self.spec.down} is 0{cure}", inverse, change)
+        self.refuse(f"the input h of {self.spec.down} is 0{cure}", inverse, change)
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
@@ -299,13 +309,10 @@ class BlockRecorder:
         u, v = self.zero_padding(u), self.zero_padding(self.unflat(direction.v))
         inverse = self.unflat(direction.inverse_norm2)
         self.refuse_zero(inverse, u)
-        self.keep(layer, u=u, v=v)
-        patched = add_to_writer(layer, y, own, u, v, dtype)
         if self.exact:
-            u = self.zero_padding(u + block_math.off_zero(patched, y, self.addend))
-            self.keep(layer, u=u)
-            patched = add_to_writer(layer, y, own, u, v, dtype)
-        return patched
+            u = self.zero_padding(block_math.move_off_zero(u, v, y, own, dtype, self.addend))
+        self.keep(layer, u=u, v=v)
+        return add_to_writer(layer, y, own, u, v, dtype)
 
     def _invert_norm(self, hidden_down: Tensor) -> tuple[Tensor, Tensor]:
         """The change ``h_target - h_down`` (B, T, d) that the stable update asks of the norm's
@@ -320,7 +327,7 @@ class BlockRecorder:
     def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """The stable update u and m' (B, T, d) of a norm's input x. The worse status is noted."""
         u, new_scale, status = block_math.stable_scale(delta, norm.scale, x, norm.eps)
-        self.note("inversion", status)
+        self.note(BlockDiagnostics.inversion, status)
         return u, new_scale
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
@@ -345,7 +352,7 @@ class BlockRecorder:
         """m' (B, T, d) of the direct update."""
         target, normalized = self.writer_target(), layer.normalize(x)
         condition = f"the input of {self.spec.post_norm} is 0 where delta is not"
-        self.note("refuse", condition, normalized, target)
+        self.refuse(condition, normalized, target)
         return block_math.direct_scale(target, normalized, layer.scale)
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
@@ -395,21 +402,21 @@ class BlockRecorder:
         ``layer`` is chosen.
         """
         factor = self._factors[layer, name]
-        self.pending = PendingFactor(base.double(), gain.double(), factor, layer, name)
+        self.to_close = WriterToClose(base.double(), gain.double(), factor, layer, name)
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Choose an exact writer's factor so that the rounded sum is the context's output."""
-        target, pending, total = self.context.output, self.pending, total.as_subclass(Tensor)
+        target, writer, total = self.context.output, self.to_close, total.as_subclass(Tensor)
         assert target is not None
-        if pending is None:
+        if writer is None:
             return None
         if total.dtype != torch.float64:
-            writer = self.spec.writer.value
+            kind = self.spec.writer.value
             raise UnsupportedModelError(
-                f"{self.block.block.path} rounds the output of its {writer} writer before its end"
+                f"{self.block.path} rounds the output of its {kind} writer before its end"
             )
         multiplier, (_, total_own) = self.spec.residual_multiplier, self.split(total)
-        base, gain, factor, *_ = pending
+        base, gain, factor, *_ = writer
         written = block_math.written(base, gain, factor, multiplier)
         residual = total_own - written
         closed = block_math.close(target, residual, base, gain, factor, multiplier)
@@ -421,18 +428,13 @@ class BlockRecorder:
 
     def keep_closed(self, factor: Tensor, misses: Tensor, residual: Tensor) -> None:
         """Keep the factor that was chosen for a residual, with the elements that it misses."""
-        assert self.pending is not None
-        base, gain, started_from, layer, name = self.pending
+        assert self.to_close is not None
+        base, gain, started_from, layer, name = self.to_close
         self.keep(layer, **{name: factor})
         branch = self.spec.residual_multiplier
-        self.note("closing", misses, factor, residual, base, gain, started_from, branch)
-
-
-def same_place(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one layout are the same memory; also for fake tensors."""
-    if x.storage_offset() != y.storage_offset():
-        return False
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+        self.note(
+            BlockDiagnostics.closing, misses, factor, residual, base, gain, started_from, branch
+        )
 
 
 def of_part(layer: PatchedLinear, h: Tensor, direction: ops.Direction) -> ops.Direction:

@@ -8,7 +8,7 @@ rounded sum of the reduced stream equals the context stream's. So both streams l
 the same bits, and only one of them continues.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
@@ -27,8 +27,9 @@ from icl_patch.models.block_spec import Writer
 from icl_patch.models.trace import first_tensor
 from icl_patch.recording import block_math
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
-from icl_patch.recording.block_recorder import BlockRecorder, same_place
-from icl_patch.recording.diagnostics import Note
+from icl_patch.recording.block_recorder import Arguments, BlockRecorder
+from icl_patch.recording.diagnostics import BlockDiagnostics, Note
+from icl_patch.recording.memory import same_place
 
 
 class DecodeRecorder(BlockRecorder):
@@ -73,9 +74,11 @@ class DecodeRecorder(BlockRecorder):
         self.delta = self.unflat(pair.delta)
         self.set_direction(pair.z_pair, pair.direction)
 
-    def note(self, name: str, *arguments: Any) -> None:
+    def note(
+        self, method: Callable[[BlockDiagnostics, *Arguments], None], *arguments: *Arguments
+    ) -> None:
         """Call a method of the block's diagnostics later."""
-        self.notes.append((name, arguments))
+        self.notes.append(Note(method, arguments))
 
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (B, ...) as (B, 1, ...); faster than the base's."""
@@ -123,14 +126,14 @@ class DecodeRecorder(BlockRecorder):
             further = layer.linear_map(z)
             if type(layer) is PatchedLinear and further and not {name, other} & {*apart}:
                 maps[other] = further
-        recorded = block_math.reader_pairs(rows, list(maps.values()), self.row_direction)
-        self._recorded = {of: (z, *got) for of, got in zip(maps, recorded, strict=True)}
+        recorded = ops.record_linears(rows, list(maps.values()), direction=self.row_direction)
+        self._recorded = {reader: (z, *pair) for reader, pair in zip(maps, recorded, strict=True)}
         return self._recorded.pop(name)
 
     def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
         """Keep a reader's factors, and both streams' outputs (2B, N)."""
         self.keep_factors(name, layer, u)
-        self.note("reader_pair", pair, u)
+        self.note(BlockDiagnostics.reader_pair, pair, u)
 
 
 class BeforeNorm(NamedTuple):
@@ -162,14 +165,16 @@ class InexactDecodeRecorder(DecodeRecorder):
             return super().down(layer, h)
         rows, target = rows_of(h), self.writer_target()
         v, inverse, _ = self.read_direction(rows)
-        v = self.unflat(v)  # of rank 1, a patch for each row
-        self.keep(layer, u=target, v=v)
-        self.refuse_zero(self.unflat(inverse), target)
+        # of rank 1, a patch for each row
+        known = ops.Direction(self.unflat(v), self.unflat(inverse))
+        u, (v, inverse, _) = block_math.weight_update(target, rows[self.rows :], direction=known)
+        self.keep(layer, u=u, v=v)
+        self.refuse_zero(inverse, u)
         weight, bias = linear
         output = ops.patched_linear(
             rows,
             weight,
-            target,
+            u,
             v,
             bias,
             index=self.patch_index,
@@ -204,7 +209,7 @@ class InexactDecodeRecorder(DecodeRecorder):
         u, v, inverse, new_scale, status = map(
             self.unflat, (found.u, *found.direction[:2], found.new_scale, found.status)
         )
-        self.note("inversion", status)
+        self.note(BlockDiagnostics.inversion, status)
         self.refuse_zero(inverse, u)
         self.keep(down, u=u, v=v)
         self.keep(layer, new_scale=new_scale)
@@ -212,11 +217,13 @@ class InexactDecodeRecorder(DecodeRecorder):
 
 
 @dataclass(eq=False)
-class WaitingWriter:
-    """An output matrix with factors that are chosen after the pass.
+class WriterToStart:
+    """An exact writer that gets the factors that it starts from after the pass. Then it is a
+    :class:`~icl_patch.recording.block_recorder.WriterToClose`.
 
     Attributes:
-        layer, h, y: the module, its input (B, 1, K) and plain output (B, 1, d) without the context.
+        layer, h, y: the output matrix, and its input (B, 1, K) and plain output (B, 1, d) without
+            the context.
         dtype: of its output.
         norm: the norm that reads the output, of a scale writer.
     """
@@ -246,7 +253,7 @@ class ExactDecodeRecorder(DecodeRecorder):
 
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
-    waiting: WaitingWriter | None = None
+    to_start: WriterToStart | None = None
 
     def __init__(self, *arguments: Any, writer_first: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -280,22 +287,22 @@ class ExactDecodeRecorder(DecodeRecorder):
         reads it.
         """
         spec = self.spec
-        waits = spec.writer is Writer.WEIGHT and not spec.mixer
+        starts_later = spec.writer is Writer.WEIGHT and not spec.mixer
         if spec.writer is Writer.SCALE and spec.addend is None:
-            waits = layer.group is None
-        if not waits or self.delta is None:
+            starts_later = layer.group is None
+        if not starts_later or self.delta is None:
             return super().down(layer, h)
         plain, dtype = layer.unpatched_output(h, self.rows)
         y_ctx, y = self.split(plain)
         # alike blocks are written at once, at the end
-        self.waiting = WaitingWriter(layer, self.split(h)[1], y, dtype)
+        self.to_start = WriterToStart(layer, self.split(h)[1], y, dtype)
         return self.join(y_ctx.to(dtype), torch.zeros_like(y, dtype=dtype), plain)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """The scale writer's output with the context, and 0 for the rows without it."""
-        if self.waiting is None:
+        if self.to_start is None:
             return super().norm(layer, x)
-        self.waiting.norm = layer
+        self.to_start.norm = layer
         return self._with_context_alone(layer, x)
 
     def keep_stable(
@@ -309,10 +316,10 @@ class ExactDecodeRecorder(DecodeRecorder):
         gain: Tensor,
     ) -> None:
         """Keep the factors (B, 1, ·) of a scale writer; its scale m' is still to be chosen."""
-        assert self.waiting is not None
-        self.note("inversion", status)
+        assert self.to_start is not None
+        self.note(BlockDiagnostics.inversion, status)
         self.refuse_zero(inverse, u)
-        self.keep(self.waiting.layer, u=u, v=v)
+        self.keep(self.to_start.layer, u=u, v=v)
         self.keep(norm, new_scale=new_scale)
         self.postpone(torch.zeros_like(gain), gain, norm, "new_scale")
 
@@ -362,7 +369,7 @@ def close_blocks(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
         The elements that each block misses, (L, B).
     """
     misses: list[Tensor] = []
-    _write_together([recorder for recorder in recorders if recorder.waiting is not None])
+    _start_together([recorder for recorder in recorders if recorder.to_start is not None])
     for _, group in groupby(recorders, _form):
         alike = list(group)
         closed = _closed(alike)
@@ -373,24 +380,24 @@ def close_blocks(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
     return torch.stack(misses)
 
 
-def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
+def _start_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
     """Keep the factors that exact weight and scale writers start from, of alike blocks at once."""
-    for _, group in groupby(recorders, lambda recorder: recorder.waiting and recorder.waiting.form):
+    for _, group in groupby(recorders, lambda x: x.to_start and x.to_start.form):
         alike = list(group)
-        waiting = [recorder.waiting for recorder in alike if recorder.waiting is not None]
-        h, y = (torch.stack(parts) for parts in zip(*((x.h, x.y) for x in waiting), strict=True))
+        writers = [recorder.to_start for recorder in alike if recorder.to_start is not None]
+        h, y = (torch.stack(parts) for parts in zip(*((x.h, x.y) for x in writers), strict=True))
         target = torch.stack([recorder.writer_target() for recorder in alike])
-        norms = [x.norm for x in waiting if x.norm is not None]
+        norms = [x.norm for x in writers if x.norm is not None]
         if norms:
-            _write_scales(alike, norms, h, y, target)
+            _start_scales(alike, norms, h, y, target)
             continue
         u, (v, inverse, _) = block_math.weight_update(target, h, torch.float64)
         parts = (y.double(), u, v, inverse, block_math.weight_gain(h, v))
-        for recorder, writer, *factors in zip(alike, waiting, *parts, strict=True):
+        for recorder, writer, *factors in zip(alike, writers, *parts, strict=True):
             recorder.keep_written(writer.layer, *factors)
 
 
-def _write_scales(
+def _start_scales(
     recorders: Sequence[ExactDecodeRecorder],
     norms: Sequence[PatchedRMSNorm],
     h: Tensor,
@@ -405,11 +412,10 @@ def _write_scales(
     first, scales = norms[0], torch.stack([norm.scale for norm in norms])
     scale = scales[:, None, None].expand(y.shape)
     u, new_scale, status = block_math.stable_scale(target, scale, y, first.eps)
-    flat = block_math.read_direction(h.flatten(0, -2))
-    v, inverse = flat.v.reshape(h.shape), flat.inverse_norm2.reshape(h.shape[:-1])
-    assert recorders[0].waiting is not None
-    dtype = recorders[0].waiting.dtype
-    u = u + block_math.off_zero(block_math.add_rank_one(y, h, u, v, dtype), y)
+    v, inverse, _ = block_math.read_direction(h)
+    assert recorders[0].to_start is not None
+    dtype = recorders[0].to_start.dtype
+    u = block_math.move_off_zero(u, v, y, h, dtype)
     gain = first.normalize(block_math.add_rank_one(y, h, u, v, dtype))
     parts = (u, v, inverse, status, new_scale, gain)
     for recorder, norm, *factors in zip(recorders, norms, *parts, strict=True):
@@ -418,9 +424,9 @@ def _write_scales(
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
     """Equal for blocks that can be closed in one call."""
-    pending = recorder.pending
-    assert pending is not None and recorder.residual is not None
-    shapes = (pending.base.shape, pending.gain.shape, recorder.residual.shape)
+    writer = recorder.to_close
+    assert writer is not None and recorder.residual is not None
+    shapes = (writer.base.shape, writer.gain.shape, recorder.residual.shape)
     return (*shapes, recorder.residual.dtype, recorder.spec.residual_multiplier)
 
 
@@ -430,13 +436,13 @@ def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[block_math.Closed]:
     def stacked(parts: Iterable[Tensor | None]) -> Tensor:
         return torch.stack([part for part in parts if part is not None])
 
-    pending = [recorder.pending for recorder in alike if recorder.pending is not None]
+    writers = [recorder.to_close for recorder in alike if recorder.to_close is not None]
     closed = block_math.close(
         target=stacked(recorder.context.output for recorder in alike),
         residual=stacked(recorder.residual for recorder in alike),
-        base=stacked(part.base for part in pending),
-        gain=stacked(part.gain for part in pending),
-        started_from=stacked(part.factor for part in pending),
+        base=stacked(part.base for part in writers),
+        gain=stacked(part.gain for part in writers),
+        started_from=stacked(part.factor for part in writers),
         branch=alike[0].spec.residual_multiplier,
     )
     return [block_math.Closed(*part) for part in zip(*closed, strict=True)]

@@ -2,9 +2,9 @@
 the weights has the context's effect.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from torch.utils._pytree import register_dataclass
 from icl_patch.errors import ControllabilityError
 from icl_patch.patch.context_patch import PatchReport, blank_report
 from icl_patch.recording import block_math
-
-# A call of a method of BlockDiagnostics that is still to be made: the name, and the arguments.
-Note = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -53,20 +50,20 @@ class BlockDiagnostics:
     violations: dict[str, ControllabilityViolation] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: str, valid: Tensor, notes: Iterable[Note] = ()) -> "BlockDiagnostics":
+    def of(cls, path: str, valid: Tensor, notes: "Iterable[Note]" = ()) -> "BlockDiagnostics":
         """The diagnostics from the notes of a decode step, in which evaluating them would take too
         many launches.
         """
         diagnostics = cls(path, valid, blank_report(valid))
-        for name, arguments in notes:
-            getattr(diagnostics, name)(*arguments)
+        for note in notes:
+            note.method(diagnostics, *note.arguments)
         return diagnostics
 
-    def refuse(self, condition: str, gain: Tensor, change: Tensor, side: str = "output") -> None:
+    def refuse(self, condition: str, gain: Tensor, change: Tensor, side: str) -> None:
         """Record a violation where ``gain`` is 0 although its part of ``change`` is not.
 
         gain: (B, T, ...), what the change of a weight is multiplied by, or divided by; change: the
-            same with further dimensions.
+            same with further dimensions. side: see :class:`ControllabilityViolation`.
         """
         dead = gain == 0
         dead = dead.reshape(*dead.shape, *[1] * (change.dim() - dead.dim()))
@@ -104,13 +101,23 @@ class BlockDiagnostics:
         """Record how many chosen experts differ from those chosen with the context, (B, T)."""
         self._largest("experts_changed", changed)
 
-    def closing(self, misses: Tensor, *closed: Any) -> None:
-        """Record the misses (B, T) and the correction of an exact update.
-
-        closed: the arguments of :func:`icl_patch.recording.block_math.correction`.
+    def closing(
+        self,
+        misses: Tensor,
+        factor: Tensor,
+        residual: Tensor,
+        base: Tensor,
+        gain: Tensor,
+        started_from: Tensor,
+        branch: float,
+    ) -> None:
+        """Record the misses (B, T) and the correction of an exact update, of the arguments of
+        :func:`icl_patch.recording.block_math.correction`.
         """
         self._largest("misses", misses)
-        self._largest("correction", block_math.correction(*closed))
+        self._largest(
+            "correction", block_math.correction(factor, residual, base, gain, started_from, branch)
+        )
 
     def _largest(self, name: str, value: Tensor) -> None:
         before = getattr(self.report, name)
@@ -128,6 +135,18 @@ class BlockDiagnostics:
                 raise ControllabilityError(
                     f"{self.path}, row {row}, kept token {start + token}: {condition}"
                 )
+
+
+class Note(NamedTuple):
+    """A call of a method of :class:`BlockDiagnostics` that is still to be made."""
+
+    method: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+    @property
+    def gain(self) -> Tensor | None:
+        """The gain of a call of :meth:`BlockDiagnostics.refuse`; None for other calls."""
+        return self.arguments[1] if self.method is BlockDiagnostics.refuse else None
 
 
 register_dataclass(ControllabilityViolation)

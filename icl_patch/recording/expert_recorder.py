@@ -8,6 +8,7 @@ from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.models.block_spec import Writer
 from icl_patch.recording import block_math
 from icl_patch.recording.block_recorder import BlockRecorder
+from icl_patch.recording.diagnostics import BlockDiagnostics
 
 
 def record_experts(
@@ -18,7 +19,7 @@ def record_experts(
     z (M, d), index and weights (M, k).
     """
     if recorder.valid is None and not recorder.exact and layer.gathers(z):
-        return _record_decode_step(recorder, layer, z, index, weights)
+        return _record_inexact_step(recorder, layer, z, index, weights)
     (z_ctx, z_own), (index_ctx, index_own) = recorder.split(z), recorder.split(index)
     output_ctx = None
     if z_ctx is not None and index_ctx is not None:
@@ -49,10 +50,12 @@ def record_experts(
     return recorder.join(output_ctx, own, z)
 
 
-def _record_decode_step(
+def _record_inexact_step(
     recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """The same for both streams of a decode step in common products, without a look at the host."""
+    """:func:`record_experts` in a step of an inexact update: both streams in common products, and
+    the host reads no number.
+    """
     rows, (index_ctx, index_own) = recorder.rows, recorder.split(index)
     assert index_ctx is not None
     _keep_index(recorder, layer, index_own, index_ctx)
@@ -80,7 +83,7 @@ def _keep_index(
     """
     recorder.keep(layer, index=index)
     same = index.unsqueeze(-1) == index_ctx.unsqueeze(-2)
-    recorder.note("experts", (~same.any(-1)).sum(-1))
+    recorder.note(BlockDiagnostics.experts, (~same.any(-1)).sum(-1))
     return same
 
 
@@ -92,11 +95,11 @@ def _read(
     """
     u = recorder.zero_padding(recorder.unflat(block_math.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
-    recorder.note("refuse", f"the input z of {recorder.spec.experts} is 0", inverse, u, "input")
+    recorder.refuse(f"the input z of {recorder.spec.experts} is 0", inverse, u, "input")
     recorder.keep(layer, read_u=u, read_v=v)
     z_own = recorder.split(z)[1].flatten(0, 1)
     patched = layer.add_read(read, z_own, u.flatten(0, 1), v.flatten(0, 1))
-    recorder.note("reader", recorder.unflat(patched), recorder.unflat(read_ctx), u)
+    recorder.note(BlockDiagnostics.reader, recorder.unflat(patched), recorder.unflat(read_ctx), u)
     return patched
 
 
@@ -133,7 +136,7 @@ def record_scaled_experts(
     target = layer.read(slots_ctx, index_ctx).take_along_dim(slots_of, 1)
     if recorder.direction is None:
         raise UnsupportedModelError(
-            f"{recorder.block.block.path}: {recorder.spec.experts} runs before anything reads the"
+            f"{recorder.block.path}: {recorder.spec.experts} runs before anything reads the"
             " MLP's input"
         )
     v = recorder.direction.v.flatten(0, 1)
@@ -142,15 +145,16 @@ def record_scaled_experts(
     u = block_math.scaled_reader_update(change, scale)
     u = recorder.zero_padding(recorder.unflat(u))
     condition = f"the input of {recorder.spec.experts} is 0"
-    recorder.note("refuse", condition, recorder.unflat(scale), recorder.unflat(change), "input")
+    recorder.refuse(condition, recorder.unflat(scale), recorder.unflat(change), "input")
     recorder.keep(layer, read_u=u, read_v=recorder.unflat(v))
 
     def add(product: Tensor) -> Tensor:
         patched = layer.add_to_all(product[:, -batch:], slots, index, u.flatten(0, 1), v)
         return torch.cat([product[:, :-batch], patched], 1)
 
-    patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
-    recorder.note("reader", *map(recorder.unflat, (patched, target, change)))
+    patched = recorder.unflat((read + scale * u.flatten(0, 1)).to(read.dtype))
+    reference, change = recorder.unflat(target), recorder.unflat(change)
+    recorder.note(BlockDiagnostics.reader, patched, reference, change)
     return layer.with_read(x, add)
 
 
@@ -169,7 +173,7 @@ def _write(
     update = block_math.expert_update(target, *slots, wide, bias=recorder.spec.expert_bias)
     u, v, total, share = update
     condition = f"the weights of the experts that {recorder.spec.experts} can use sum to 0"
-    recorder.note("refuse", condition, total, target.to(wide))
+    recorder.refuse(condition, total, target.to(wide))
     v = None if v is None else recorder.zero_padding(v)
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
     padded = recorder.zero_padding(u)

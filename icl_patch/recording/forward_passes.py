@@ -1,4 +1,4 @@
-"""Forward passes of the model over the parts of a sequence, with one stream or with both."""
+"""Forward passes of the model over the parts of a sequence: all of it, its head, or its tail."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -1,8 +1,8 @@
 """The passes over an attached model: observed, recording, replaying.
 
-A patch is computed (:func:`compute_closing`) by a pass of the unmodified model, which is observed,
-and a closing pass of the kept tokens without the context, in which the recorders choose the
-factors. A replay runs the kept tokens with a patch, over a cache of the prefix, without context.
+A patch is computed (:func:`compute_in_two_passes`) by a pass of the unmodified model, which is
+observed, and a closing pass of the kept tokens without the context, in which the recorders choose
+the factors. A replay runs the kept tokens with a patch, over a cache of its prefix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, rounding_dtype, running_in
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import counts_slots
 from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import (
     AttachedBlock,
@@ -35,12 +34,7 @@ from icl_patch.recording.attached_block import (
 from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.expert_recorder import record_experts, record_scaled_experts
-from icl_patch.recording.patch_assembly import (
-    Violations,
-    layers_of_all,
-    report_of_all,
-    scales_of,
-)
+from icl_patch.recording.patch_assembly import Violations, filled, scales_of
 from icl_patch.recording.sequences import Sequences
 
 
@@ -124,7 +118,7 @@ def _of_blocks(found: list[BlockActivations], blocks: int) -> list[BlockActivati
 
 
 @contextmanager
-def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
+def computing_factors(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
     """Within this context the recorders compute their blocks' factors."""
     with ExitStack() as stack:
         for recorder in recorders:
@@ -172,7 +166,7 @@ class Computation:
     violations: Violations
 
 
-def compute_closing(
+def compute_in_two_passes(
     attached: HasBlocks, cache: Cache, sequences: Sequences, live: Tensor | None = None
 ) -> Computation:
     """The patch from a pass of the unmodified model over the tail and a closing pass, which runs
@@ -213,19 +207,15 @@ def run_closing_pass(
             BlockRecorder(block, update, valid, context.part(part))
             for block, context in zip(blocks, activations, strict=True)
         ]
-        with running_in(patch.info.arithmetic, attached.model), recording(recorders):
+        with running_in(patch.info.arithmetic, attached.model), computing_factors(recorders):
             reduced.append(run_kept(attached.model, patch, prefix, part))
         factors = [(recorder.block, recorder.factors) for recorder in recorders]
         layers.append(tuple(layer | scales_of(block, layer) for block, layer in factors))
         calls.append([recorder.diagnostics for recorder in recorders])
-    device = patch.kept_ids.device
-    report, violations = report_of_all(attached, calls, device)
-    whole = layers_of_all(attached, joined(layers), device)
-    patch, logits = replace(patch, layers=whole, report=report), torch.cat(reduced, 1)
-    known = patch.kept_mask if live is None else patch.kept_mask & live
-    dtype = rounding_dtype(patch.info.arithmetic, attached.model)
-    digest = LogitDigest.of(logits, known, dtype, identical=update == "exact")
-    patch = patch.with_digest(digest)
+    logits, exact = torch.cat(reduced, 1), update == "exact"
+    patch, violations = filled(
+        attached, patch, joined(layers), calls, logits, live, identical=exact
+    )
     return Computation(patch, logits, activations, violations)
 
 

@@ -1,19 +1,56 @@
-"""Assembling a patch: tokens and positions, factors of several calls, diagnostics."""
+"""Assembling a patch: the factors of all blocks, the report on them, the digest of its replay."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from icl_patch.errors import ControllabilityError
+from icl_patch.invariance.arithmetic import rounding_dtype
 from icl_patch.models.pipeline import stage_of
-from icl_patch.patch.context_patch import PatchReport
+from icl_patch.patch.context_patch import ContextPatch, PatchReport
+from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.recording.attached_block import AttachedBlock, Factors, HasBlocks, joined
 from icl_patch.recording.block_math import read_direction
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
 
 Violations = tuple[tuple[ControllabilityViolation, ...], ...]  # by block
+
+
+def filled(
+    attached: HasBlocks,
+    patch: ContextPatch,
+    layers: tuple[Factors, ...],
+    calls: list[list[BlockDiagnostics]],
+    logits: Tensor | None,
+    live: Tensor | None,
+    *,
+    identical: bool,
+) -> tuple[ContextPatch, Violations]:
+    """A patch with its factors, its report and the digest of its replay; and every condition that
+    was looked at.
+
+    Args:
+        patch: without these.
+        layers: the factors of the blocks on this rank, of all tokens.
+        calls: the blocks' diagnostics in every call of the model.
+        logits: those of the replay, (B, T, V); None for no digest.
+        live: (B, 1) bool, the rows that have a patch; None for all.
+        identical: whether the replay is to have all bits of the run with the context.
+
+    Raises:
+        ControllabilityError: no change of the weights can have the effect; all ranks raise it.
+    """
+    device = patch.kept_ids.device
+    report, violations = report_of_all(attached, calls, device)
+    patch = replace(patch, layers=layers_of_all(attached, layers, device), report=report)
+    if logits is None:
+        return patch, violations
+    known = patch.kept_mask if live is None else patch.kept_mask & live
+    dtype = rounding_dtype(patch.info.arithmetic, attached.model)
+    digest = LogitDigest.of(logits, known, dtype, identical=identical)
+    return patch.with_digest(digest), violations
 
 
 def scales_of(block: AttachedBlock, layer: Factors) -> Factors:

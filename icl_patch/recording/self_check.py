@@ -38,7 +38,7 @@ from icl_patch.recording.passes import (
     run_closing_pass,
 )
 from icl_patch.recording.sequences import assemble
-from icl_patch.tolerances import rounding_limit
+from icl_patch.tolerances import SIXTEEN_BITS, rounding_limit
 
 # The probe is a power of two, far above the residual stream and far below the limits of fp64.
 _PROBE = 2.0**40
@@ -67,7 +67,7 @@ def measure_multipliers(attached: HasBlocks, ids: Tensor) -> None:
         multiplier = float(factors.median())
         if not bool(((factors - multiplier).abs() <= _LIMIT * abs(multiplier)).all()):
             raise UnsupportedModelError(
-                f"{block.block.path} does not multiply its MLP's output by one number, but by"
+                f"{block.path} does not multiply its MLP's output by one number, but by"
                 f" {float(factors.min()):.6g} to {float(factors.max()):.6g}"
             )
         block.spec = replace(block.spec, residual_multiplier=multiplier)
@@ -88,7 +88,7 @@ def _sums(attached: HasBlocks, blocks: list[AttachedBlock], ids: Tensor) -> list
 
     def end(block: AttachedBlock) -> Any:
         def hook(total: Tensor) -> Tensor:
-            sums[block.block.path] = total.as_subclass(Tensor).double().reshape(2, -1)
+            sums[block.path] = total.as_subclass(Tensor).double().reshape(2, -1)
             return torch.ones_like(total, dtype=block.dtype)
 
         return hook
@@ -102,7 +102,7 @@ def _sums(attached: HasBlocks, blocks: list[AttachedBlock], ids: Tensor) -> list
         call(
             attached.model, ids, torch.ones_like(ids), positions, kv_cache.new_cache(attached.model)
         )
-    return [sums[block.block.path] for block in blocks]
+    return [sums[block.path] for block in blocks]
 
 
 class SelfCheck:
@@ -192,7 +192,7 @@ class SelfCheck:
         probe = self._sequences.ids[:1].repeat(2, 1)
         measure = partial(ranks.shared, partial(measure_multipliers, attached, probe))
         numbers = {block.spec.residual_multiplier for block in blocks}
-        if ranks.any(_has_few_bits(self._model) or not numbers <= {0, 1}):
+        if ranks.any(self._model.dtype in SIXTEEN_BITS or not numbers <= {0, 1}):
             measure()
         if self._reason(attached, activations, patch, prefix) is None:
             return
@@ -212,7 +212,7 @@ class SelfCheck:
             _check_readers(block, activations.readers)
             if activations.output is None or activations.hidden is None:
                 raise UnsupportedModelError(
-                    f"{block.block.path} does not have its residual stream where it was found"
+                    f"{block.path} does not have its residual stream where it was found"
                 )
 
     def _prefix(self, patch: ContextPatch, cache: Cache) -> Cache:
@@ -270,7 +270,7 @@ class SelfCheck:
         near = metrics.linf(alone[hidden], logits[hidden]) <= _limit(logits)
         # in half precision rounding may choose other experts for some tokens, or change them more
         # in another way; a wrong mask changes all of them
-        if near.all() or (_has_few_bits(self._model) and 2 * near.sum() >= near.numel()):
+        if near.all() or (self._model.dtype in SIXTEEN_BITS and 2 * near.sum() >= near.numel()):
             return None
         return (
             f"{self._name} does not give the kept tokens alone the logits that they have with"
@@ -282,9 +282,7 @@ class SelfCheck:
 def _check_readers(block: AttachedBlock, called: Iterable[str]) -> None:
     """Raises UnsupportedModelError if some readers of a block were not called."""
     if missing := sorted(block.readers.keys() - called):
-        raise UnsupportedModelError(
-            f"{block.block.path} does not call its readers {', '.join(missing)}"
-        )
+        raise UnsupportedModelError(f"{block.path} does not call its readers {', '.join(missing)}")
 
 
 @torch.no_grad()
@@ -310,7 +308,7 @@ def takes_padding(
         )
 
     padded, alone = logits(slice(None), 0), logits(slice(1, None), 0)
-    few_bits, settings = _has_few_bits(model), vars(text_config(model)).items()
+    few_bits, settings = model.dtype in SIXTEEN_BITS, vars(text_config(model)).items()
     if any("expert" in name and type(value) is int and value for name, value in settings):
         return few_bits or _near(padded, alone)
     if recurrent and not torch.equal(padded, logits(slice(None), 1)):
@@ -322,10 +320,6 @@ def _can_be_cut(layer: object) -> bool:
     if type(layer) is DynamicSlidingWindowLayer:
         return layer.is_initialized and layer.cumulative_length < layer.sliding_window
     return type(layer) is DynamicLayer and layer.is_initialized
-
-
-def _has_few_bits(model: PreTrainedModel) -> bool:
-    return torch.finfo(model.dtype).eps > 1e-4
 
 
 def _near(logits: Tensor, expected: Tensor) -> bool:

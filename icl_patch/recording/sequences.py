@@ -18,8 +18,8 @@ class Sequences:
     ``tail``, which holds the kept tokens.
 
     ids int64, masks bool; ``absorbed`` marks the tokens hidden from the reduced stream. The head is
-    left-padded, the tail right-padded,
-    with no padding in between: differences of slots are differences of positions.
+    left-padded and the tail right-padded, with no padding in between: differences of slots are
+    differences of positions.
 
     Attributes:
         head_ids, head_mask, head_absorbed: (B, H).
@@ -98,17 +98,6 @@ def with_media(
     """
     media = media_positions(model, sequences.head_ids, sequences.head_mask, model_inputs)
     return replace(sequences, media=media)
-
-
-def either(name: str, value: Any, alias: str, other: Any) -> Any:
-    """The value of an argument for which transformers has another name.
-
-    Raises:
-        TypeError: it was given under both names.
-    """
-    if value is not None and other is not None:
-        raise TypeError(f"expected {name} or {alias}, two names of one argument, got both")
-    return other if value is None else value
 
 
 def check_tensor(name: str, value: object) -> None:

@@ -40,7 +40,7 @@ from icl_patch.bench.cases.models import RandomModel, SavedModel
 from icl_patch.bench.harness import Case
 from icl_patch.bench.results import Results, page
 from icl_patch.cli.main import main
-from icl_patch.generation import graph_partition
+from icl_patch.generation import region_compiler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 QWEN = RandomModel("tiny qwen", Qwen3Config, 48, 72, 1, 4, 2, 12, 97)
@@ -66,7 +66,7 @@ OF_EXPERTS |= {STABLE, STABLE_OWN_CODE, STABLE_COMPILED, TWO_STREAMS}
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     if not torch.cuda.is_available():  # the compiler's code is checked where it is timed
-        monkeypatch.setattr(graph_partition, "BACKEND", "eager")
+        monkeypatch.setattr(region_compiler, "BACKEND", "eager")
     yield
     generation.models_of.cache_clear()
 
@@ -126,7 +126,7 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
         raise RuntimeError("no C++ compiler\nin the PATH")
 
     monkeypatch.setattr(torch, "compile", no_compiler)
-    monkeypatch.setattr(graph_partition, "BACKEND", no_compiler)
+    monkeypatch.setattr(region_compiler, "BACKEND", no_compiler)
     # Algorithm 1 that changes nothing
     monkeypatch.setattr(baselines, "materialised", lambda *_: {})
     monkeypatch.setattr(generation, "has_peft", lambda: False)

@@ -22,7 +22,7 @@ from icl_patch import batch_invariant, embedded, metrics, verify
 from icl_patch.evaluation import demo, exact_steps, tiny_models
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
-from icl_patch.generation.decode_step import DecodeResult, DecodeState, decode_one_token
+from icl_patch.generation.decoding import DecodeResult, DecodeState, decode_one_token
 from icl_patch.recording import block_math
 from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit

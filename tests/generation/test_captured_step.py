@@ -28,7 +28,7 @@ def test_tensors_are_gathered_with_all_their_bits() -> None:
     copy = gathered.clone()
     gathered.zero_()
     for place, wanted, x in zip(places, expected, tensors, strict=True):
-        found = place.of(copy)
+        found = place.tensor_in(copy)
         assert found.stride() == x.stride() and found.data_ptr() % found.itemsize == 0
         assert found.dtype == wanted.dtype and torch.equal(found, wanted)
     # one copy of a memory that tensors share

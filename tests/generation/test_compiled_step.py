@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation import compiled_step, graph_partition, traced_step
+from icl_patch.generation import region_compiler, reusable_step, traced_step
 from icl_patch.generation.loop import GenerationStep
 
 
@@ -31,10 +31,10 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def compiled(module: Any, blocks: Any, **options: Any) -> Any:
         found.append(module)
-        return graph_partition.in_regions(module, blocks, **options)
+        return region_compiler.in_regions(module, blocks, **options)
 
     monkeypatch.setattr(traced_step, "in_regions", compiled)
-    monkeypatch.setattr(graph_partition, "BACKEND", "eager")
+    monkeypatch.setattr(region_compiler, "BACKEND", "eager")
     yield found
     torch.compiler.reset()
 
@@ -83,7 +83,7 @@ def test_a_compiled_step_is_the_eager_one(
     of every step replays. With the compiler's front half: GPT-2's shared cache.
     """
     if (family, mode) == ("gpt2", "auto"):
-        monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+        monkeypatch.setattr(region_compiler, "BACKEND", "aot_eager")
     model = shallow(family)
     ids = tokens(0, 3, 9) % model.config.vocab_size
     arguments: dict = {"context_mask": ragged(3, 9, side="left"), "mode": mode}
@@ -95,7 +95,7 @@ def test_a_compiled_step_is_the_eager_one(
         for step in made:
             assert replay_error(patcher, step).max() <= replay_limit(patcher, step.patch)
         assert len(traces) == 1
-    assert not patcher.plans.compiled
+    assert not patcher.plans.reusable_steps
 
 
 @pytest.mark.stress
@@ -107,7 +107,7 @@ def test_with_the_whole_compiler() -> None:
     with pytest.MonkeyPatch.context() as patch, ContextPatcher(model, "stable") as patcher:
         eager = steps_of(patcher)
         model.generation_config.cache_implementation = "static"  # the compiled step has its own
-        patch.setattr(graph_partition, "BACKEND", "inductor")
+        patch.setattr(region_compiler, "BACKEND", "inductor")
         same(patcher, steps_of(patcher, compile=True), eager)
 
 
@@ -154,7 +154,7 @@ def test_a_step_with_other_numbers_is_refused(
     """As a compiler might give them: here in the last graph's output."""
 
     def inexact(*arguments: Any, **options: Any) -> Callable[[], list[Any]]:
-        graph = graph_partition.in_regions(*arguments, **options)
+        graph = region_compiler.in_regions(*arguments, **options)
 
         def run() -> list[Any]:
             logits, *others = graph()
@@ -207,7 +207,7 @@ def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
             ids = tokens(rows, rows, 6)
             same(patcher, steps_of(patcher, ids, compile=True), steps_of(patcher, ids))
         assert len(traces) == 4
-        assert len(patcher.plans.compiled) == 2
+        assert len(patcher.plans.reusable_steps) == 2
 
 
 def test_a_model_with_hooks_is_not_compiled(traces: list[Any]) -> None:
@@ -250,7 +250,7 @@ def test_a_step_that_looks_at_its_numbers() -> None:
 
 
 def test_the_room_of_a_step() -> None:
-    sizes = [compiled_step.bucketed_capacity(length) for length in range(1, 5000)]
+    sizes = [reusable_step.bucketed_capacity(length) for length in range(1, 5000)]
     assert all(n <= size <= max(n + 31, 1.25 * n) for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) == 25
 
@@ -323,8 +323,8 @@ def test_what_cannot_be_compiled() -> None:
 
 def test_no_cuda_graph_holds_exact_steps_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     with ContextPatcher(tiny_models.build("qwen2_moe")) as patcher:
-        compiled_step.check_compilable(patcher.attached_model)
-        monkeypatch.setattr(compiled_step, "input_device", lambda _: torch.device("cuda"))
+        reusable_step.check_compilable(patcher.attached_model)
+        monkeypatch.setattr(reusable_step, "input_device", lambda _: torch.device("cuda"))
         refusal = "exact steps with experts as a CUDA graph"
         with pytest.raises(UnsupportedModelError, match=refusal):
-            compiled_step.check_compilable(patcher.attached_model)
+            reusable_step.check_compilable(patcher.attached_model)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from icl_patch.generation.eager_operators import keep_rounding
-from icl_patch.generation.graph_partition import in_regions
+from icl_patch.generation.region_compiler import in_regions
 
 WIDTH = 1037
 

@@ -19,9 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation import traced_step
-from icl_patch.generation.decode_step import decode_one_token
+from icl_patch.generation.decode_mode import DecodeMode
+from icl_patch.generation.decoding import decode_one_token
 from icl_patch.generation.fused_modules import NormBefore, fused_modules
-from icl_patch.generation.one_pass import DecodeMode
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
 from icl_patch.models.forward import cache_name
 from icl_patch.models.forward_override import FusedModule

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from icl_patch import ContextPatcher, metrics, verify
 from icl_patch.evaluation import embedded, tiny_models
-from icl_patch.generation import graph_partition
+from icl_patch.generation import region_compiler
 from tools import model_types
 
 IMAGE, START, END = 96, 94, 95
@@ -110,7 +110,7 @@ def test_a_compiled_step_goes_on_from_the_positions_of_images(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The traced graphs run as they are, which shows their positions."""
-    monkeypatch.setattr(graph_partition, "BACKEND", "eager")
+    monkeypatch.setattr(region_compiler, "BACKEND", "eager")
     model, inputs = image_model("Qwen2VL"), ragged_images()
     own = generated(model, inputs)
     with ContextPatcher(model, "stable") as patcher:

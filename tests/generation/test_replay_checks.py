@@ -15,7 +15,7 @@ from icl_patch.errors import (
     SlowerStepsWarning,
     UnsupportedModelError,
 )
-from icl_patch.generation import one_pass
+from icl_patch.generation import one_pass_plan
 from icl_patch.recording import block_math
 
 IDS, KEPT = tokens(3, 2, 9), tokens(4, 2, 3)
@@ -98,7 +98,7 @@ def test_slower_steps_are_said_with_the_reason(
         raise UnsupportedModelError("this model is planted")
 
     for layout in layouts:
-        monkeypatch.setattr(one_pass, layout, refuse)
+        monkeypatch.setattr(one_pass_plan, layout, refuse)
     arguments: dict = {"max_new_tokens": 1, "eos_token_id": None}
     with ContextPatcher(shallow("llama"), update) as patcher:
         with pytest.raises(ValueError, match="planted"):

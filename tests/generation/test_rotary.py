@@ -12,7 +12,7 @@ from support.random_models import build, ragged, shallow, tokens
 from torch import Tensor
 
 from icl_patch import ContextPatcher, metrics, ops
-from icl_patch.generation import one_pass
+from icl_patch.generation import one_pass_plan
 
 IDS, MASK = tokens(3, 3, 11), ragged(3, 11, side="left")
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
@@ -50,7 +50,7 @@ def test_a_step_has_the_bits_of_a_step_without(
         layers = len(patcher.attached_model.blocks)
         used = calls.count(len(ids) * (2 if made[0].mode == "two_stream" else 1))
         assert (used >= 3 * layers) == (family in FUSED)
-        monkeypatch.setattr(one_pass, "rotary_overrides", lambda _: set())
+        monkeypatch.setattr(one_pass_plan, "rotary_overrides", lambda _: set())
         patcher.plans.clear()
         calls.clear()
         for step, other in zip(

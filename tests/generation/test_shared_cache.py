@@ -17,8 +17,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.errors import SlowerStepsWarning
-from icl_patch.generation.decode_step import decode_one_token
-from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.generation.decode_mode import DecodeMode
+from icl_patch.generation.decoding import decode_one_token
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.generation.streams import AttentionCall
 from icl_patch.generation.two_streams import TwoStreams
@@ -123,7 +123,7 @@ def test_the_trial_notices_a_wrong_stream(
     with ContextPatcher(model, "stable") as patcher:
         for _ in range(2):  # the second time it is remembered
             with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
-                patcher.plans.of(DecodeMode.SHARED_CACHE)
+                patcher.plans.for_mode(DecodeMode.SHARED_CACHE)
     before.check(model)
 
 
@@ -140,7 +140,7 @@ def test_the_trial_notices_rows_of_one_stream_twice(
     monkeypatch.setattr(TwoStreams, "_attend", wrong)
     refusal = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
     with ContextPatcher(shallow("cohere"), update) as patcher, refusal:
-        patcher.plans.of(DecodeMode.TWO_STREAM)
+        patcher.plans.for_mode(DecodeMode.TWO_STREAM)
 
 
 def test_another_attention_is_named_with_its_cure() -> None:
@@ -178,7 +178,7 @@ def test_something_between_attention_and_its_projection_is_refused() -> None:
     attention.o_proj = torch.nn.Sequential(torch.nn.Tanh(), attention.o_proj)
     refusal = pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the")
     with ContextPatcher(model, "stable") as patcher, refusal:
-        patcher.plans.of(DecodeMode.SHARED_CACHE)
+        patcher.plans.for_mode(DecodeMode.SHARED_CACHE)
 
 
 def held() -> int:
@@ -198,7 +198,7 @@ def test_memory_beyond_the_model_and_one_cache() -> None:
     model, ids = build("llama", 0, num_hidden_layers=2, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
-        patcher.plans.of(DecodeMode.SHARED_CACHE)
+        patcher.plans.for_mode(DecodeMode.SHARED_CACHE)
         before, mask = held(), torch.ones_like(ids).bool()
         state = prefilled(patcher, ids, mask, 43, DecodeMode.SHARED_CACHE)
         for column in (-1, -2, -3):

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from icl_patch import ContextPatcher, ops
 from icl_patch.errors import SlowerStepsWarning
-from icl_patch.generation.compiled_step import use_program
-from icl_patch.generation.decode_step import DecodeState, decode_one_token, prefill
+from icl_patch.generation.decode_step import StepOutput
+from icl_patch.generation.decoding import DecodeState, decode_one_token, start_decoding
 from icl_patch.generation.loop import GenerationStep
-from icl_patch.generation.one_pass import StepOutput
 from icl_patch.generation.recorded_step import RecordedStep
+from icl_patch.generation.reusable_step import use_program
 from icl_patch.generation.step_program import StepProgram
 
 STEPS = 16  # the fewest for which there is a program
@@ -36,7 +36,9 @@ def steps_of(patcher: ContextPatcher, **arguments: Any) -> list[GenerationStep]:
 
 def state_of(patcher: ContextPatcher, ids: Tensor, mask: Tensor) -> DecodeState:
     plan = patcher.plans.choose()
-    return prefill(patcher.attached_model, plan, ids, mask, ids.shape[1] + STEPS, reserve=False)
+    return start_decoding(
+        patcher.attached_model, plan, ids, mask, ids.shape[1] + STEPS, reserve=False
+    )
 
 
 def leaves(output: StepOutput) -> list[Any]:
@@ -94,10 +96,31 @@ def test_generation_with_and_without(update: str) -> None:
             for layer, factors in zip(step.patch.layers, other.patch.layers, strict=True):
                 assert all(torch.equal(layer[name], factors[name]) for name in factors)
         assert replay_error(patcher, found[-1]).max() <= (0 if update == "exact" else 1e-5)
-        (before,) = patcher.plans.compiled.values()
+        (before,) = patcher.plans.reusable_steps.values()
         steps_of(patcher, context_ids=tokens(5, *IDS.shape))
-        (after,) = patcher.plans.compiled.values()
+        (after,) = patcher.plans.reusable_steps.values()
         assert after is before and patcher.step_source == source
+
+
+def test_the_source_while_generations_run() -> None:
+    """That of the last program that was recorded, also of a step that a generation holds."""
+    options = {"max_new_tokens": STEPS, "eos_token_id": None}
+    with ContextPatcher(shallow("llama")) as patcher:
+        first = patcher.generate(IDS, **options)
+        assert patcher.step_source is None
+        next(first)
+        source = patcher.step_source
+        assert source is not None
+        second = patcher.generate(IDS[:1], **options)  # another number of rows: another program
+        assert patcher.step_source == source
+        next(second)
+        newer = patcher.step_source
+        assert newer is not None and newer != source
+        list(first)
+        assert patcher.step_source == newer
+        list(second)
+        assert patcher.step_source == newer
+    assert patcher.step_source is None
 
 
 def test_few_tokens_are_not_worth_a_program() -> None:
@@ -199,6 +222,7 @@ def test_what_a_program_cannot_hold_runs_as_before(name: str) -> None:
             with pytest.warns(SlowerStepsWarning, match=reason):
                 logits += [decode_one_token(state, IDS[:, n]).logits for n in range(5)][-1:]
             assert isinstance(state.run, RecordedStep) and state.run.program is None
+            assert patcher.step_source is None
     if name != "random numbers":
         assert torch.allclose(*logits, rtol=0, atol=1e-5 * float(logits[0].abs().max()))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, metrics
 from icl_patch.errors import SlowerStepsWarning
-from icl_patch.generation import compiled_step
+from icl_patch.generation import reusable_step
 from icl_patch.generation.captured_step import CapturedStep
 from icl_patch.generation.recorded_step import RecordedStep
 
@@ -22,12 +22,12 @@ BY_DEFAULT, COMPILED = "auto", True
 @pytest.fixture(autouse=True)
 def _few_tokens_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph for as many tokens as a test has."""
-    monkeypatch.setattr(compiled_step, "_FEW", 2)
+    monkeypatch.setattr(reusable_step, "_FEW", 2)
 
 
 def captured_step(patcher: ContextPatcher) -> CapturedStep:
     """The only graph that is kept."""
-    (step,) = patcher.plans.compiled.values()
+    (step,) = patcher.plans.reusable_steps.values()
     run: Any = step.run._run if isinstance(step.run, RecordedStep) else step.run
     assert isinstance(run, CapturedStep)
     return run
@@ -101,7 +101,7 @@ def test_what_cannot_be_captured_runs_without_a_graph() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             list(patcher.generate(ids, max_new_tokens=1))
-        assert not patcher.plans.compiled
+        assert not patcher.plans.reusable_steps
         expected = list(patcher.generate(ids, compile=False, **arguments))
     embedding.__class__ = ThroughTheHost
     warned = pytest.warns(SlowerStepsWarning, match="are no CUDA graph.*: .*captur")

@@ -22,9 +22,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from icl_patch import ContextPatch, ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.compiled_step import use_compiled_step
-from icl_patch.generation.decode_step import decode_one_token
-from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.generation.decode_mode import DecodeMode
+from icl_patch.generation.decoding import decode_one_token
+from icl_patch.generation.reusable_step import use_reusable_step
 from icl_patch.models import model_checks
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Writer
@@ -402,7 +402,7 @@ def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> Non
         for part in (slice(0, 5), slice(4, 5)):
             mode = DecodeMode.TWO_STREAM
             state = prefilled(patcher, ids[:, part], mask[:, part], 12, mode, reserve=False)
-            use_compiled_step(patcher.plans, state, traced=False)
+            use_reusable_step(patcher.plans, state, traced=False)
             token_ids = ids[:, -1]
             for logits in generated_logits(model, ids[:, part], mask[:, part], **GREEDY):
                 step = decode_one_token(state, token_ids)

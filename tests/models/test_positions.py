@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from icl_patch import ContextPatcher, batch_invariant, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.baseline import baseline
-from icl_patch.generation import graph_partition
+from icl_patch.generation import region_compiler
 from icl_patch.models.forward import call
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
@@ -141,7 +141,7 @@ def test_longrope_switches_while_tokens_are_generated(
     """
     if OLD and way == "compiled":
         pytest.skip("LongRoPE in transformers before 5.21 cannot be traced")
-    monkeypatch.setattr(graph_partition, "BACKEND", "eager")
+    monkeypatch.setattr(region_compiler, "BACKEND", "eager")
     model, options = phi3(sliding_window=6, num_hidden_layers=2), dict(WAYS[way])
     expected = model.generate(IDS, attention_mask=EQUAL.long(), **GENERATE)[:, IDS.shape[1] :]
     with ContextPatcher(model, options.pop("update")) as patcher:

@@ -56,22 +56,6 @@ def test_reader_update_is_rounded_once(dtype: torch.dtype) -> None:
         assert not torch.equal(u, (y_ctx - y).float())
 
 
-@every_dtype
-def test_readers_of_both_streams_in_one_product(dtype: torch.dtype) -> None:
-    z, maps = normal(0, 10, 63, dtype=dtype), [(normal(1, 37, 63), None), (normal(2, 5, 63), 3)]
-    maps = [(w.to(dtype), None if b is None else normal(b, 5).to(dtype)) for w, b in maps]
-    direction = block_math.read_direction(z[5:])
-    found = block_math.reader_pairs(z, maps, direction)
-    for (pair, u), (weight, bias) in zip(found, maps, strict=True):
-        y = z.double() @ weight.double().T + (0 if bias is None else bias.double())
-        size = z.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.abs())
-        assert u.dtype == torch.promote_types(dtype, torch.float32)
-        assert within_roundings(u, y[:5] - y[5:], 2 * 64, size[:5] + size[5:])
-        assert pair.dtype == dtype
-        assert relative(pair[:5], y[:5]) <= 64 * UNIT[dtype]
-        assert relative(pair[5:], y[:5]) <= 64 * UNIT[dtype]  # patched: as with the context
-
-
 @every_narrow
 def test_a_rank_one_change_is_added_in_one_rounding(dtype: torch.dtype) -> None:
     y, z = normal(0, 3, 2, 37, dtype=dtype), normal(1, 3, 2, 63, dtype=dtype)
@@ -120,7 +104,10 @@ def test_weight_and_bias_update(dtype: torch.dtype) -> None:
     delta, h, weight = normal(0, 5, 37).to(wide), normal(1, 5, 63, dtype=dtype), normal(2, 37, 63)
     h[3] = 0
     for asked in (None, torch.float64):
-        u, (v, inverse, _) = block_math.weight_update(delta, h, asked)
+        u, direction = block_math.weight_update(delta, h, asked)
+        known, _ = block_math.weight_update(delta, h, direction=direction)
+        assert torch.equal(u, known) and u.dtype == known.dtype
+        v, inverse, _ = direction
         unit = UNIT[v.dtype]
         assert u.dtype == v.dtype == (asked or wide)
         changed = weight + u.double().unsqueeze(2) * v.double().unsqueeze(1)
@@ -286,6 +273,19 @@ def test_off_zero() -> None:
 
 
 @every_narrow
+def test_an_update_moves_off_zero(dtype: torch.dtype) -> None:
+    """Where ``h_down + (v·h) u`` is 0, and there alone."""
+    h, y = normal(0, 3, 63, dtype=dtype), normal(1, 3, 48, dtype=torch.float32)
+    u, v = normal(2, 3, 48, dtype=torch.float32), block_math.read_direction(h).v
+    u[0, 3], u[2, 40] = -y[0, 3], -y[2, 40]
+    moved = block_math.move_off_zero(u, v, y, h, dtype)
+    assert (moved != u).nonzero().tolist() == [[0, 3], [2, 40]]
+    patched = block_math.add_rank_one(y, h, moved, v, dtype)
+    rms = y.square().mean(-1, keepdim=True).sqrt()
+    assert (patched.abs() > 2.0**-18 * rms).all()
+
+
+@every_narrow
 def test_off_zero_in_a_sum_that_cancels(dtype: torch.dtype) -> None:
     """A step that the output's rounding would swallow leaves the sum 0."""
     patched = normal(0, 3, 48, dtype=dtype)
@@ -308,6 +308,96 @@ def test_an_inner_scale_whose_norm_cancels_the_addend(dtype: torch.dtype) -> Non
     assert (moved != new_scale).nonzero().tolist() == [[1, 4], [2, 0]]
     assert ((moved * normalized).to(dtype) + addend).all()
     assert ((moved / new_scale - 1).abs() <= 2.0**-12 + 4 * torch.finfo(dtype).eps).all()
+
+
+# Ops of a decode step, which compute several of these functions in one launch
+
+SIZES = ((0, 5, 3), (1, 1, 1), (2, 63, 37), (3, 1000, 257))  # M, K, N
+
+
+def close_to(got: Tensor, expected: Tensor, terms: int, size: Tensor) -> bool:
+    """Up to one rounding of the result, and as many of sums in its accumulation dtype."""
+    wide = torch.promote_types(got.dtype, torch.float32)
+    bound = UNIT[got.dtype] * expected.abs() + terms * UNIT[wide] * size
+    return bool(((got.double() - expected).abs() <= bound).all())
+
+
+@every_dtype
+def test_record_linear_is_the_readers_formulas(dtype: torch.dtype) -> None:
+    for rows, k, n in SIZES:
+        z, weight = normal(0, 2 * rows, k, dtype=dtype), normal(1, n, k, dtype=dtype)
+        for bias in (None, normal(2, n, dtype=dtype)):
+            pair, u, _ = ops.record_linear(z, weight, bias)
+            assert (pair.dtype, u.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+            b = torch.zeros(n).double() if bias is None else bias.double()
+            y_ctx, y = F.linear(z.double(), weight.double(), b).chunk(2)
+            size = F.linear(z.double().abs(), weight.double().abs(), b.abs())
+            size = size[:rows] + size[rows:]
+            expected, own = block_math.reader_update(y_ctx, y), z[rows:].double()
+            v = block_math.read_direction(own).v
+            patched = block_math.add_rank_one(y, own, expected, v, torch.float64)
+            assert within_roundings(u, expected, 2 * k + 4, size)
+            assert close_to(pair[:rows], y_ctx, k + 2, size)
+            assert close_to(pair[rows:], patched, 4 * k + 8, size)
+            if n > 1:  # the bound is less than the change
+                assert not within_roundings(u, 0.9 * expected, 2 * k + 4, size) or not rows
+                assert not close_to(pair[rows:], y, 4 * k + 8, size) or not rows
+
+
+@every_dtype
+def test_record_linears_are_several_record_linear(dtype: torch.dtype) -> None:
+    z, maps = normal(0, 10, 63, dtype=dtype), [(normal(1, 37, 63, dtype=dtype), None)]
+    maps += [(normal(2, 5, 63, dtype=dtype), normal(3, 5, dtype=dtype))]
+    direction = block_math.read_direction(z[5:])
+    found = ops.record_linears(z, maps, direction=direction)
+    for (pair, u), (weight, bias) in zip(found, maps, strict=True):
+        expected = ops.record_linear(z, weight, bias, direction=direction)
+        assert torch.equal(pair, expected[0])
+        assert torch.equal(u, expected[1])
+
+
+@every_dtype
+def test_norm_pair_is_the_change_and_the_direction(dtype: torch.dtype) -> None:
+    """All bits: a difference and a direction of rounded numbers."""
+    wide = torch.promote_types(dtype, torch.float32)
+    for rows, d, _ in SIZES:
+        hidden, weight = normal(0, 2 * rows, d, dtype=dtype), normal(1, d, dtype=dtype)
+        z, delta, (v, inverse, _) = ops.norm_pair(hidden, weight, 1e-6)
+        with_context, without = hidden.to(wide).chunk(2)
+        direction = block_math.read_direction(z[rows:])
+        assert torch.equal(z, ops.rms_norm(hidden, weight, 1e-6))
+        assert torch.equal(delta, block_math.context_change(with_context, without))
+        assert torch.equal(v, direction.v)
+        assert torch.equal(inverse, direction.inverse_norm2)
+        assert close_to(delta, with_context.double() - without.double(), 1, delta.double().abs())
+
+
+@every_dtype
+def test_record_norm_is_the_stable_update(dtype: torch.dtype) -> None:
+    """All bits, and the equation that the update solves."""
+    eps = 1e-6
+    for rows, k, d in SIZES:
+        y, h = normal(0, 2 * rows, d, dtype=dtype), normal(1, rows, k, dtype=dtype)
+        delta, weight = normal(2, rows, d, dtype=dtype) / 4, (1 + normal(3, d) / 8).to(dtype)
+        found = ops.record_norm(y, h, delta, weight, eps)
+        scale = weight.to(torch.promote_types(dtype, torch.float32))
+        u, new_scale, status = block_math.stable_scale(delta, scale, y[rows:], eps)
+        _, (v, inverse, _) = block_math.weight_update(u, h)
+        patched = block_math.add_rank_one(y[rows:], h, u, v, dtype)
+        assert torch.equal(found.u, u)
+        assert torch.equal(found.new_scale, new_scale.float())
+        assert torch.equal(found.status, status)
+        assert torch.equal(found.direction.v, v)
+        assert torch.equal(found.direction.inverse_norm2, inverse)
+        assert torch.equal(found.y_pair[rows:], ops.rms_norm(patched, new_scale.float(), eps))
+        assert torch.equal(found.y_pair[:rows], ops.rms_norm(y[:rows], scale, eps))
+        if d > 1 and rows:
+            after = y[rows:].double() + found.u.double()
+            # of u in fp32, and of new_scale
+            limit = 8 * UNIT[torch.float32] * d**0.5
+            error = scale_writer_error(delta, scale, y[rows:], found.new_scale, after, eps)
+            assert error <= limit
+            assert scale_writer_error(delta, scale, y[rows:], scale, after, eps) > limit
 
 
 # Closing

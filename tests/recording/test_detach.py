@@ -30,7 +30,7 @@ def used(model: Any, what: str) -> None:
     elif what == "a generation that is left":
         next(patcher.generate(IDS, max_new_tokens=2))
     elif what == "a cycle":
-        patcher.plans.compiled["me"] = patcher  # type: ignore[assignment]
+        patcher.plans.reusable_steps["me"] = patcher  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from support.storages import largest_of
 
 from icl_patch import ContextPatcher, metrics, ops
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.generation.decode_mode import DecodeMode
 from icl_patch.layers.experts import PatchedExperts
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
@@ -68,7 +68,7 @@ def test_a_step_reads_the_matrices_of_both_streams_at_once(
     model = shallow(family)
     with ContextPatcher(model, "stable") as patcher:
         mixtures = sum(block.experts is not None for block in patcher.attached_model.blocks)
-        patcher.plans.of(DecodeMode.TWO_STREAM)  # which is tried now
+        patcher.plans.for_mode(DecodeMode.TWO_STREAM)  # which is tried now
         counted = Mock(wraps=ops.expert_linear)
         monkeypatch.setattr(ops, "expert_linear", counted)
         list(patcher.generate(tokens(0, 2, 8), max_new_tokens=1, mode="two_stream"))

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from icl_patch import ContextPatcher
-from icl_patch.generation.decode_step import DecodeState, prefill
-from icl_patch.generation.one_pass import DecodeMode
+from icl_patch.generation.decode_mode import DecodeMode
+from icl_patch.generation.decoding import DecodeState, start_decoding
 from icl_patch.models.forward import cache_name
 from icl_patch.recording import block_math, decode_recorder
 
@@ -25,8 +25,8 @@ def prefilled(
     **arguments: Any,
 ) -> DecodeState:
     """The state of a generation, of a shared cache too."""
-    plan = patcher.plans.of(mode)
-    return prefill(patcher.attached_model, plan, ids, mask, capacity, **arguments)
+    plan = patcher.plans.for_mode(mode)
+    return start_decoding(patcher.attached_model, plan, ids, mask, capacity, **arguments)
 
 
 @torch.no_grad()

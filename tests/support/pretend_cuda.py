@@ -22,7 +22,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from icl_patch.generation import graph_partition
+from icl_patch.generation import region_compiler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 # What waits for the device, as the host looks at a number.
@@ -295,7 +295,7 @@ def pytest_configure() -> None:
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, claiming_data(getattr(torch, name), empty))
     torch.compile = lambda function, **_: function
-    graph_partition.BACKEND = lambda module, _: module
+    region_compiler.BACKEND = lambda module, _: module
     fake_tensor.init_gpu_context = always(None)
     # a traced graph makes its tensors on the CPU, as this does
     functorch_config.fake_tensor_prefer_device_type = "cuda"

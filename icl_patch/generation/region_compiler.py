@@ -17,7 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.split_module import split_module
 
 from icl_patch.generation.eager_operators import keep_rounding
-from icl_patch.generation.operator_recorder import memory_of
+from icl_patch.recording.memory import memory_of
 
 BACKEND = "inductor"
 

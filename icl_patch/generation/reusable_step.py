@@ -11,8 +11,8 @@ from transformers import Cache
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.captured_step import CapturedStep
-from icl_patch.generation.decode_step import DecodeState
-from icl_patch.generation.one_pass import DecodeStep, RunStep
+from icl_patch.generation.decode_step import DecodeStep, RunStep
+from icl_patch.generation.decoding import DecodeState
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.recorded_step import RecordedStep, warn_slower
 from icl_patch.generation.step_inputs import StepInputs
@@ -25,8 +25,8 @@ from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel
 
 _BUCKET = 32  # tokens
-_CACHED_STEPS = 2  # steps, with their caches, that are kept for later contexts
-AUTO = "auto"
+_KEPT_STEPS = 2  # steps, with their caches, that are kept for later contexts
+AUTO_COMPILE = "auto"
 # Tokens for which a program does not pay: it is made in the time of some ten, as its graph is.
 _FEW = 16
 _WIDER = 4  # of how many windows a layer keeps all tokens on the CPU
@@ -36,22 +36,31 @@ def check_compile(compile: bool | str) -> None:
     """Raises ValueError unless ``compile`` is True, False or ``"auto"``, as
     :meth:`icl_patch.ContextPatcher.generate` takes it.
     """
-    if not isinstance(compile, bool) and compile != AUTO:
-        raise ValueError(f"expected compile True, False or {AUTO!r}, got {compile!r}")
+    if not isinstance(compile, bool) and compile != AUTO_COMPILE:
+        raise ValueError(f"expected compile True, False or {AUTO_COMPILE!r}, got {compile!r}")
 
 
-class CompiledStep:
-    """A step ``run`` on buffers of its own, ``inputs``, for one number of rows and tokens.
+class ReusableStep:
+    """A step ``run`` on buffers of its own, ``inputs``, which serves one context after another, for
+    one number of rows and one capacity.
 
     Args:
         state: a context in a dynamic cache. capacity: the largest number of tokens.
         traced: whether it is traced and compiled, or recorded as a program.
+        on_source: gets the source of a program, see :class:`RecordedStep`.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be put in place.
     """
 
-    def __init__(self, state: DecodeState, capacity: int, *, traced: bool) -> None:
+    def __init__(
+        self,
+        state: DecodeState,
+        capacity: int,
+        *,
+        traced: bool,
+        on_source: Callable[[str | None], None],
+    ) -> None:
         assert isinstance(state.run, DecodeStep)
         current = state.inputs.current
         with torch.inference_mode(False):
@@ -67,9 +76,9 @@ class CompiledStep:
             )
             plan = state.run.plan
             # a step that has the bits of its replay stays as it is
-            written = traced and not plan.keeps_bits
-            step = DecodeStep(plan, self.inputs, state.run.batch, for_inductor=written)
-            self.run: RunStep = TracedStep(step) if traced else RecordedStep(step)
+            for_inductor = traced and not plan.keeps_bits
+            step = DecodeStep(plan, self.inputs, state.run.batch, for_inductor=for_inductor)
+            self.run: RunStep = TracedStep(step) if traced else RecordedStep(step, on_source)
             if traced and current.is_cuda:
                 self.run = CapturedStep(self.run, current.device)
 
@@ -96,7 +105,7 @@ def _filled_cache(state: DecodeState) -> Cache:
 
 
 def bucketed_capacity(tokens: int) -> int:
-    """The capacity of a compiled step: up to a quarter more than ``tokens``, in steps of at least
+    """The capacity of a reusable step: up to a quarter more than ``tokens``, in steps of at least
     32, so that other contexts can use the step too.
     """
     step = max(_BUCKET, 1 << max(tokens - 1, 0).bit_length() >> 3)
@@ -131,7 +140,7 @@ def check_compilable(attached: AttachedModel) -> None:
 
 def use_program(plans: StepPlans, state: DecodeState) -> Callable[[], None] | None:
     """Let a context's steps run as a program, on CUDA as a CUDA graph, if they can and enough of
-    them will; see :func:`use_compiled_step`. A :class:`~icl_patch.errors.SlowerStepsWarning` says
+    them will; see :func:`use_reusable_step`. A :class:`~icl_patch.errors.SlowerStepsWarning` says
     why they cannot.
     """
     capacity, device = state.ids.shape[1], state.inputs.current.device
@@ -139,7 +148,7 @@ def use_program(plans: StepPlans, state: DecodeState) -> Callable[[], None] | No
     if not few and state.run is not None and device.type in ("cpu", "cuda"):
         try:
             _check_recordable(plans.attached, state)
-            return use_compiled_step(plans, state, traced=False)
+            return use_reusable_step(plans, state, traced=False)
         except (UnsupportedModelError, torch.OutOfMemoryError) as error:
             if str(error) not in plans.warned:
                 plans.warned.add(str(error))
@@ -172,29 +181,30 @@ def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
         )
 
 
-def use_compiled_step(plans: StepPlans, state: DecodeState, *, traced: bool) -> Callable[[], None]:
-    """Let a context's steps run compiled; the step is taken from ``plans``, or made.
+def use_reusable_step(plans: StepPlans, state: DecodeState, *, traced: bool) -> Callable[[], None]:
+    """Let a context's steps run as a program, or ``traced`` and compiled; the step is taken from
+    ``plans``, or made.
 
     No step serves two contexts at a time. The returned function gives the step back for later
     contexts.
     """
-    attached, compiled = plans.attached, plans.compiled
+    attached, kept = plans.attached, plans.reusable_steps
     assert isinstance(state.run, DecodeStep)
     capacity, model = bucketed_capacity(state.ids.shape[1]), attached.model
     # a trace depends on the model's code, of which the plan is, and on its weights' addresses
     weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     key = (state.run.plan, len(state.ids), capacity, traced, *weights)
-    step = compiled.pop(key, None)
+    step = kept.pop(key, None)
     if step is None:
-        step = CompiledStep(state, capacity, traced=traced)
+        step = ReusableStep(state, capacity, traced=traced, on_source=plans.sources.append)
     step.start_from(state.inputs)
     state.run, state.inputs = step.run, step.inputs
 
     def release() -> None:
         # If a generation is abandoned, the garbage collector runs this in any thread: do not wait.
         if attached.is_attached:
-            compiled[key] = step
-        for oldest in list(compiled)[:-_CACHED_STEPS]:
-            compiled.pop(oldest, None)
+            kept[key] = step
+        for oldest in list(kept)[:-_KEPT_STEPS]:
+            kept.pop(oldest, None)
 
     return release

@@ -13,14 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from icl_patch import ContextPatcher
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation import graph_partition, traced_step
-from icl_patch.generation.graph_partition import in_regions
+from icl_patch.generation import region_compiler, traced_step
+from icl_patch.generation.region_compiler import in_regions
 
 
 @pytest.fixture(autouse=True)
 def backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a compiler, but for the tests that set another one."""
-    monkeypatch.setattr(graph_partition, "BACKEND", "eager")
+    monkeypatch.setattr(region_compiler, "BACKEND", "eager")
 
 
 def regions_of(graph: fx.GraphModule) -> list[Any]:
@@ -77,7 +77,7 @@ class Stack(nn.Module):
 
 def test_regions_are_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run after run: outputs, and the tensors that are written in place."""
-    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    monkeypatch.setattr(region_compiler, "BACKEND", "aot_eager")
     torch.manual_seed(0)
     model = Stack([4, 4, 6, 4, 4])
     before = [x.clone() for x in model.state()]
@@ -100,7 +100,7 @@ def test_regions_that_share_what_they_write(monkeypatch: pytest.MonkeyPatch) -> 
     """A compiler takes it for granted which of its inputs are one: regions alike but for that have
     graphs of their own.
     """
-    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    monkeypatch.setattr(region_compiler, "BACKEND", "aot_eager")
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(6))
     start, written = torch.randn(2, 4), [torch.zeros(3, 4) for _ in blocks]
