@@ -146,7 +146,9 @@ def own_steps(model: Any, ids: torch.Tensor) -> Generator[object, None, None]:
         yield ids
 
 
-def our_steps(model: Any, ids: torch.Tensor, update: str, how: Any) -> Generator[object, None, None]:
+def our_steps(
+    model: Any, ids: torch.Tensor, update: str, how: Any
+) -> Generator[object, None, None]:
     """Those of ``generate``."""
     with ContextPatcher(model, update) as patcher:
         yield from patcher.generate(ids, max_new_tokens=WARM + STEPS + 1, compile=how)
