@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from icl_patch import ContextPatch, ContextPatcher, metrics
+from icl_patch.errors import ControllabilityError
 from icl_patch.models.block_spec import Writer
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.passes import Computation, observe, run_closing_pass
+from icl_patch.recording.patch_assembly import Violations
 from icl_patch.recording.sequences import Sequences, assemble
 
 KEPT, KEPT_DIRECT = "stable, first token kept", "direct, first token kept"
@@ -55,7 +57,9 @@ def measure(
     """One sequence, context (1, C) and kept tokens (1, T): for every run the errors of each token,
     (T,), and of each block's output, (L, T); and the sizes of the changes.
 
-    stepwise: also run the unmodified model token by token. first_kept: also keep the first token.
+    A run whose update has no patch of some token has only the block and the token at which it has
+    none. stepwise: also run the unmodified model token by token. first_kept: also keep the first
+    token.
     """
     sequences, exact = assemble(context, kept), models["exact"]
     first = assemble(context, kept, keep_first=1)
@@ -63,13 +67,20 @@ def measure(
     two_updates = any(block.spec.writer is Writer.SCALE for block in exact.blocks)
     runs = [run for run in REPLAYS if first_kept or run not in (KEPT, KEPT_DIRECT)]
     computations = {"exact": exact.compute_from(copy.deepcopy(cache), sequences)}
+    refused: Arrays = {}
     for run in runs:
         attached = models[run.split(",")[0]]
-        if run in (KEPT, KEPT_DIRECT):
-            if run == KEPT or two_updates:
-                computations[run] = attached.compute_from(copy.deepcopy(cache), first)
-        elif run != "exact":  # the pass with the context is that of exact
-            computations[run] = closing_pass(attached, computations["exact"], sequences)
+        if run == "exact" or (run == KEPT_DIRECT and not two_updates):
+            continue
+        try:
+            computations[run] = (
+                attached.compute_from(copy.deepcopy(cache), first)
+                if run in (KEPT, KEPT_DIRECT)
+                # the pass with the context is that of exact
+                else closing_pass(attached, computations["exact"], sequences)
+            )
+        except ControllabilityError as error:
+            refused |= uncontrollable(run, error.violations, kept.shape[1])
     reference = computations["exact"].patch.logits
     assert reference is not None
     blocks = _blocks(computations["exact"].activations, len(exact.blocks), kept.shape[1])
@@ -92,7 +103,8 @@ def measure(
         }
     for run, made in computations.items():
         found |= {f"{run}/{key}": value for key, value in conditions(made).items()}
-    return found
+        found |= uncontrollable(run, made.violations, kept.shape[1])
+    return found | refused
 
 
 def closing_pass(attached: AttachedModel, other: Computation, sequences: Sequences) -> Computation:
@@ -131,20 +143,25 @@ def _noise(
 
 def conditions(made: Computation) -> Arrays:
     """What the patch says of itself: the changes' sizes (L, T) by module; how unequal the new
-    scales are, see :func:`scales`; where a block is not controllable, (L, T); elements that exact
-    missed, (L, T).
+    scales are, see :func:`scales`; elements that exact missed, (L, T).
     """
-    patch, none = made.patch, torch.zeros_like(made.patch.kept_mask)
+    patch = made.patch
     assert patch.report is not None
     found = {f"norm/{name}": x[:, 0].float().numpy() for name, x in patch.norms().items()}
     found |= scales(patch)
+    found["misses"] = patch.report.misses[:, 0].int().numpy()
+    return found
+
+
+def uncontrollable(run: str, violations: Violations, width: int) -> Arrays:
+    """Where a block is not controllable, (L, T), in each way."""
+    none, found = torch.zeros(1, width, dtype=torch.bool), {}
     for side in ("input", "output"):
         rows = [
             torch.stack([none, *(x.always for x in block if x.side == side)]).any(0)[0]
-            for block in made.violations
+            for block in violations
         ]
-        found[f"not {side}-controllable"] = torch.stack(rows).numpy()
-    found["misses"] = patch.report.misses[:, 0].int().numpy()
+        found[f"{run}/not {side}-controllable"] = torch.stack(rows).numpy()
     return found
 
 

@@ -147,7 +147,7 @@ def control(results: Named) -> dict[str, Any]:
     keys = ("not input-controllable", "not output-controllable", "misses")
     return {
         run: {
-            "pairs": joined(results, f"{run}/misses").size,
+            "pairs": joined(results, f"{run}/{keys[0]}").size,
             **{key: int(joined(results, f"{run}/{key}").sum()) for key in keys},
         }
         for run in REPLAYS
