@@ -184,6 +184,7 @@ def operator_calls() -> list[tuple[str, tuple]]:
     factors = (case.z, case.u, case.v, case.index, torch.float16)
     attended = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
     angles = torch.ones(1, 1, 8, device=DEVICE)
+    written = *attention.new_token(*attended[1:3]), torch.tensor([8], device=DEVICE)
     return [
         ("patched_linear", (*case.arguments.values(), torch.float16)),
         ("patched_linear", (case.z, case.weight, None, None, None, None, None)),
@@ -198,10 +199,14 @@ def operator_calls() -> list[tuple[str, tuple]]:
         ("decode_attention", (*attended[:3], None, 0.5)),
         ("rotary_embedding", (attended[0].unsqueeze(2), attended[1][:, :, :1], *[angles] * 2)),
         ("linear_maps", (case.z, [case.weight] * 2, [case.bias, None])),
+        (
+            "write_and_attend",
+            (attended[0].unsqueeze(2), *attended[1:3], *written, attended[3], 0.5),
+        ),
     ]
 
 
-@pytest.mark.parametrize("number", [x if x in (0, 8, 9, 12) else heavy(x) for x in range(13)])
+@pytest.mark.parametrize("number", [x if x in (0, 8, 9, 12) else heavy(x) for x in range(14)])
 def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name, arguments = operator_calls()[number]
@@ -295,6 +300,39 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
             own = value[:, :, keys // 2].repeat_interleave(shape[1] // shape[2], 1)
             pair = kernels.attention_pair(query, key, value, slot, given, scale)
             assert same_bits(pair, torch.cat([y, own]))
+
+
+# columns at the ends of blocks of keys (of 64 or 32, or 16 in the last), as far as they are there
+WRITTEN = [(place, dtype, (0, 15, 16, 63, 64)) for place, dtype in ((3, "bf16"), (7, "fp32"))]
+WRITTEN = [heavy(*of) if of[0] == 3 else of for of in WRITTEN]
+WRITTEN += [heavy(1, name, (31, 256)) for name in SOME]
+
+
+@pytest.mark.parametrize(("place", "dtype", "slots"), WRITTEN, ids=str)
+def test_write_and_attend(place: int, dtype: str, slots: tuple[int, ...]) -> None:
+    """The bits of two copies and the attention after them, wherever the column is in a block, and
+    whoever sees it.
+    """
+    query, key, value, mask = attention.problem(attention.SHAPES[place], SOME[dtype], DEVICE)
+
+    functions = kernels.write_and_attend, kernels.attention_pair
+    columns = key.shape[2]
+    for number, slot in enumerate(sorted({*slots, columns - 1} & {*range(columns)})):
+        seen = mask.clone()
+        seen[: number % 2, slot] = False
+        if not number:
+            seen[:, :3] = False  # blocks are counted from the first key that a row sees
+        attention.check_written(*functions, query, key, value, slot, seen if number else None)
+        attention.check_written(*functions, query, key, value, slot, seen)
+
+
+def test_a_column_that_is_not_there_is_not_written() -> None:
+    query, key, value, _ = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
+    before, new = (key.clone(), value.clone()), attention.new_token(key, value)
+    for slot in (-1, 9):
+        column = torch.tensor([slot], device=DEVICE)
+        kernels.write_and_attend(query.unsqueeze(2), key, value, *new, column, None, 0.5)
+        assert same_bits(key, before[0]) and same_bits(value, before[1])
 
 
 @every_float
