@@ -95,14 +95,13 @@ def _together(
 
 
 def _writes_into(cache: View | Tensor, call: Call) -> bool:
-    """Whether a call writes one column of a cache (B, G, S, ·) from before the step."""
+    """Whether a call writes one token (B, G, 1, ·) into a cache (B, G, S, ·) that a step finds."""
     if call.target is not _aten.index_copy_.default or not isinstance(cache, Tensor):
         return False
-    written, axis, column, x = call.args
+    written, _, column, x = call.args
     return (
         key_of(written) == key_of(cache)
         and cache.dim() == 4
-        and axis in (2, -2)
         and tuple(column.shape) == (1,)
         and tuple(x.shape) == (*cache.shape[:2], 1, cache.shape[3])
     )
@@ -134,7 +133,6 @@ def _is_column(
 def _flat(x: View) -> View | None:
     """A view (B, G, 1, E) as (B, G E); None if its heads lie apart."""
     rows, groups, _, width = x.shape
-    element = x.stride[1] if width == 1 else x.stride[3]
-    if groups > 1 and x.stride[1] != width * element:
+    if groups > 1 and x.stride[1] != width * x.stride[3]:
         return None
-    return View(x.of, (rows, groups * width), (x.stride[0], element), x.offset)
+    return View(x.of, (rows, groups * width), (x.stride[0], x.stride[3]), x.offset)

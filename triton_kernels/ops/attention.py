@@ -218,14 +218,14 @@ def _add_blocks_kernel(
         if WRITES:
             new_v_ptr += b * stride_nvb + (group * E + offs_e) * stride_nve
             own = tl.load(new_v_ptr, mask=offs_e < E, other=0.0)
-            # the first of the heads that share them
-            writes = (pid % SHARED == 0) & (slot >= 0) & (slot < S)
-            tl.store(v_ptr, own, mask=(offs_e < E) & writes)
             offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
             new_k_ptr += b * stride_nkb + group * stride_nkg + offs_d * stride_nkd
             k_ptr += b * stride_kb + group * stride_kg + slot * stride_ks + offs_d * stride_kd
             own_k = tl.load(new_k_ptr, mask=offs_d < D, other=0.0)
-            tl.store(k_ptr, own_k, mask=(offs_d < D) & writes)
+            # by the first of the heads that share them, unless there is no such column
+            writes = (pid % SHARED == 0) & (slot >= 0) & (slot < S)
+            tl.store(k_ptr, own_k, mask=offs_d < tl.where(writes, D, 0))
+            tl.store(v_ptr, own, mask=offs_e < tl.where(writes, E, 0))
         else:
             own = tl.load(v_ptr, mask=offs_e < E, other=0.0)
         tl.store(y_ptr + (ROWS * HEADS + pid) * E + offs_e, own, mask=offs_e < E)
