@@ -7,6 +7,7 @@ from icl_patch.checks import (
     check_decode_attention,
     check_rotary_embedding,
     check_write_and_attend,
+    is_transformed,
 )
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import Op
@@ -140,6 +141,7 @@ _write_and_attend = Op(
     "write_and_attend",
     check_write_and_attend,
     reference.write_and_attend,
+    native_if=lambda *_: not is_transformed(),  # vmap has no rule for an op that writes
     triton=lambda kernels, *args: kernels.write_and_attend(*args[:6], args[7], args[6]),
 )
 

@@ -240,12 +240,13 @@ def plan_blocks(
     slot: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Launch, Launch]:
-    """Plan the blocks' largest scores, sums of weights and weighted values from query, key, value,
-    mask, or True for all rows and keys, and the token's own key and value and the slot, or None for
-    each; and y (B, H, E) from these three, the cache, and the same three, or None for each.
+    """Plan two launches: of the blocks' largest scores, sums of weights and weighted values; and of
+    y (B, H, E) from these three, with a slot (2B, H, E).
 
-    With a slot y is (2B, H, E). ``new`` is the token's key (B, G, D) and value (B, G E), if the
-    launches write them into the cache.
+    ``new`` is the token's key (B, G, D) and value (B, G E), if the launches write them into the
+    cache; then y is (2B, H E). The first launch gets query, key, value, mask, or True for all rows
+    and keys, then these two and the slot. The second one gets the three, key, value, these two and
+    the slot. Each is None for a launch that does not read it.
     """
     (rows, heads, d), (groups, keys), e = query.shape, key.shape[1:3], value.shape[-1]
     block_d, block_e = (max(power_of_two(width), 16) for width in (d, e))
@@ -253,75 +254,55 @@ def plan_blocks(
     # so many that no register spills on sm_80 and sm_90
     block_keys = max(min((2**11 if query.itemsize > 2 else 2**14) // wide, 64), 16)
     blocks, shared = triton.cdiv(keys, block_keys), heads // max(groups, 1)
-    new_strides = (0,) * 5 if new is None else (*new[0].stride(), *new[1].stride())
-    rest = (
-        keys,
-        blocks,
-        float(scale),
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
-        *((0, 0) if mask is None else mask.stride()),
-        *new_strides,
-        groups,
-        shared,
-        d,
-        e,
-        block_keys,
-        _HEADS,
-        block_d,
-        block_e,
-        new is not None,
-        INTERPRETED,
-    )
+    pair, writes = slot is not None, new is not None
+    own: tuple[Tensor | None, ...] = (None, None) if new is None else new
+    own_strides = (0,) * 5 if new is None else (*new[0].stride(), *new[1].stride())
+    cache_strides = *key.stride(), *value.stride()
     fp32, size = torch.float32, (rows, heads, blocks)
-    own = (None, None) if new is None else new
     attend = Launch(
         _attend_kernel,
         rows * groups * triton.cdiv(shared, _HEADS) * blocks,
-        (
-            query,
-            key,
-            value,
-            torch.bool if mask is None else mask,
-            *own,
-            None if new is None else slot,
-        ),
+        (query, key, value, torch.bool if mask is None else mask, *own, slot if writes else None),
         ((size, fp32), (size, fp32), ((*size, e), fp32)),
-        rest,
-        4 if wide * query.itemsize <= 256 else 8,
-    )
-    add = Launch(
-        _add_blocks_kernel,
-        rows * heads,
-        (fp32, fp32, fp32, *_cache(key, value, slot, new is not None), *own, slot),
-        ((((1 if slot is None else 2) * rows, heads, e), query.dtype),),
         (
             keys,
             blocks,
-            *key.stride(),
-            *value.stride(),
-            *new_strides,
-            rows,
-            heads,
+            float(scale),
+            *query.stride(),
+            *cache_strides,
+            *((0, 0) if mask is None else mask.stride()),
+            *own_strides,
+            groups,
             shared,
             d,
             e,
+            block_keys,
+            _HEADS,
             block_d,
             block_e,
-            slot is not None,
-            new is not None,
+            writes,
+            INTERPRETED,
         ),
+        4 if wide * query.itemsize <= 256 else 8,
+    )
+    sizes = rows, heads, shared, d, e, block_d, block_e
+    y = (2 * rows, heads * e) if writes else (2 * rows if pair else rows, heads, e)
+    add = Launch(
+        _add_blocks_kernel,
+        rows * heads,
+        (fp32, fp32, fp32, key if writes else None, value if pair else None, *own, slot),
+        ((y, query.dtype),),
+        (keys, blocks, *cache_strides, *own_strides, *sizes, pair, writes),
         4,
     )
     return attend, add
 
 
-def _cache(
-    key: Tensor, value: Tensor, slot: Tensor | None, writes: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """What the second launch needs of the cache."""
-    return key if writes else None, None if slot is None else value
+def _visible(mask: Tensor | None, query: Tensor) -> Tensor:
+    """The mask; True without one. A kernel without it would be another one, whose matrix
+    instructions add in another order.
+    """
+    return torch.ones(1, dtype=torch.bool, device=query.device) if mask is None else mask
 
 
 def plan_attention_pair(
@@ -341,17 +322,10 @@ def plan_attention_pair(
         query: Tensor, key: Tensor, value: Tensor, slot: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         parts = attend(query, key, value, _visible(mask, query), None, None, None)
-        y: Tensor = add(*parts, *_cache(key, value, slot, False), None, None, slot)
+        y: Tensor = add(*parts, None, None if slot is None else value, None, None, slot)
         return y
 
     return call
-
-
-def _visible(mask: Tensor | None, query: Tensor) -> Tensor:
-    """The mask. Without one the kernel gets True for all keys: another kernel's matrix instructions
-    would add in another order.
-    """
-    return torch.ones(1, dtype=torch.bool, device=query.device) if mask is None else mask
 
 
 def plan_write_and_attend(
@@ -379,7 +353,7 @@ def plan_write_and_attend(
     ) -> Tensor:
         parts = attend(query, keys, values, _visible(mask, query), key, value, slot)
         y: Tensor = add(*parts, keys, values, key, value, slot)
-        return y.flatten(1)
+        return y
 
     return call
 
