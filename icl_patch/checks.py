@@ -60,8 +60,9 @@ class Arguments:
 
     Args:
         row: ``"NAME: SHAPE or SHAPE, KIND"`` for a tensor, NAME for anything else, in the order of
-            the op's arguments. A letter of a shape stands for one size in all tensors. The kind is
-            ``integers``, ``bools``, or the dtype of the first tensor; any float without one.
+            the op's arguments. A letter of a shape stands for one size in all tensors, ``G·E`` for
+            a product of letters before it. The kind is ``integers``, ``bools``, or the dtype of the
+            first tensor; any float without one.
         rule: a further check, of all sizes by their letters and the arguments by name.
         results: ``"SHAPE, DTYPE"`` for each of the native op's results. The dtype is one of
             torch's, ``out_dtype``, or names of arguments: fp64 if one of them is, or is True, else
@@ -112,22 +113,34 @@ class Arguments:
             is_wide = any(x is True or getattr(x, "dtype", x) == torch.float64 for x in named)
             return getattr(torch, kind, torch.float64 if is_wide else torch.float32)
 
-        def size(letter: str) -> int:
-            return sizes[letter] if letter in sizes else 2 * sizes[letter.removeprefix("2")]
+        def size(part: str) -> int:
+            known = _known(part, sizes)
+            return 2 * sizes[part.removeprefix("2")] if known is None else known
 
         made = [
-            first.new_empty([size(letter) for letter in shape.split()], dtype=dtype_of(kind))
+            first.new_empty([size(part) for part in shape.split()], dtype=dtype_of(kind))
             for shape, kind in self._results
         ]
         return made[0] if len(made) == 1 else tuple(made)
+
+
+def _known(part: str, sizes: dict[str, int]) -> int | None:
+    """The size of a part of a shape: 1, a letter or a product of letters; None if it is not known
+    yet.
+    """
+    first, dot, second = part.partition("·")
+    if dot:
+        return sizes[first] * sizes[second]
+    return 1 if part == "1" else sizes.get(part)
 
 
 def _bound(name: str, x: Tensor, shapes: list[list[str]], sizes: dict[str, int]) -> dict[str, int]:
     """The sizes of letters that are known, and those that a tensor's shape adds."""
     for shape in shapes:
         found = dict(zip(shape, x.shape, strict=False))
-        if len(shape) == x.dim() and all(sizes.get(k, n) == n for k, n in found.items()):
-            return sizes | found
+        expected = {part: _known(part, sizes) for part in found}
+        if len(shape) == x.dim() and all(expected[k] in (None, n) for k, n in found.items()):
+            return sizes | {k: n for k, n in found.items() if k.isalnum() and k != "1"}
     # not before: it would bind a compiled graph to this number of rows
     forms = " or ".join(f"({', '.join(shape)})" for shape in shapes)
     known = "".join(f", {letter} = {size}" for letter, size in sizes.items())
@@ -205,6 +218,13 @@ def _check_slot(sizes: dict[str, int], slot: Tensor, **_: Any) -> None:
     if sizes["N"] != 1:
         raise ValueError(f"expected slot of one column, got {sizes['N']}")
     _check_range("slot", slot, 0, sizes["S"])
+
+
+def _check_written(sizes: dict[str, int], slot: Tensor, **_: Any) -> None:
+    """One column of the keys, and a head of queries for each of theirs: it writes them."""
+    _check_slot(sizes, slot)
+    if sizes["H"] < sizes["G"]:
+        raise ValueError(f"expected {sizes['G']} heads of queries or more, got {sizes['H']}")
 
 
 def _check_rotary(sizes: dict[str, int], **_: Any) -> None:
@@ -286,6 +306,18 @@ check_attention_pair = Arguments(
     "mask: B S, bools",
     rule=_check_slot,
     results=("2B H E",),
+)
+check_write_and_attend = Arguments(
+    "query: B H 1 D",
+    "keys: B G S D, query's dtype",
+    "values: B G S E, query's dtype",
+    "key: B G 1 D, query's dtype",
+    "value: B G·E, query's dtype",
+    "slot: N, integers",
+    "scale",
+    "mask: B S, bools",
+    rule=_check_written,
+    results=("2B H·E",),
 )
 check_rotary_embedding = Arguments(
     "query: B H T D",

@@ -13,7 +13,7 @@ if __name__ == "triton_kernels":
         " project's own package"
     )
 
-from icl_patch.kernels.ops.attention import attention_pair, decode_attention
+from icl_patch.kernels.ops.attention import attention_pair, decode_attention, write_and_attend
 from icl_patch.kernels.ops.direction import read_direction
 from icl_patch.kernels.ops.experts import expert_linear
 from icl_patch.kernels.ops.gated_product import gated_product
@@ -37,4 +37,5 @@ __all__ = [
     "record_linears",
     "rms_norm",
     "rotary_embedding",
+    "write_and_attend",
 ]

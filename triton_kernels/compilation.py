@@ -228,10 +228,14 @@ def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
         mask, slot = _empty(2, 1024, dtype=torch.bool), _empty(1, dtype=torch.int64)
         attend, add = plan_blocks(query, keys, keys, mask, 0.1, slot)
         yield f"decode_attention D = {head}, {str(kind).removeprefix('torch.')}", attend
+        own = _empty(2, 2, head, dtype=kind), _empty(2, 2 * head, dtype=kind)
+        attend, write = plan_blocks(query, keys, keys, mask, 0.1, slot, own)
+        yield f"write_and_attend D = {head}, {str(kind).removeprefix('torch.')}", attend
         angles = _empty(1, 1, head, dtype=kind)
         rotary = plan_rotary(query.unsqueeze(2), keys[:, :, :1], angles, angles)
         yield f"rotary_embedding D = {head}, {str(kind).removeprefix('torch.')}", rotary
     yield "attention_pair, sum of blocks", add
+    yield "write_and_attend, sum of blocks", write
     z = _empty(4, d, dtype=dtype)
     for activation in ACTIVATIONS:
         yield f"gated_product {activation}", plan_gated(z, z, activation)

@@ -45,6 +45,9 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
       "attention_pair(Tensor query, Tensor key, Tensor value, Tensor slot, float scale,"
       " Tensor? mask=None) -> Tensor");
   m.def(
+      "write_and_attend(Tensor query, Tensor(a!) keys, Tensor(b!) values, Tensor key, Tensor value,"
+      " Tensor slot, float scale, Tensor? mask=None) -> Tensor");
+  m.def(
       "record_norm(Tensor y_pair, Tensor h, Tensor delta, Tensor weight, float eps,"
       " ScalarType? out_dtype=None, float scale_offset=0.0, bool cast_first=True)"
       " -> (Tensor y, Tensor u, Tensor v, Tensor inverse_norm2, Tensor new_scale, Tensor status)");

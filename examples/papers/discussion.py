@@ -55,7 +55,7 @@ class Discussion:
     """The four measurements on one model.
 
     chosen: the prompts, one a context. steps: of fine-tuning. steers: whether its patches have
-    steering vectors.
+    steering vectors. update: of the patches.
     """
 
     def __init__(self, folder: Path, quick: bool) -> None:
@@ -66,6 +66,9 @@ class Discussion:
         self.steers = all(
             block.spec.writer in (Writer.WEIGHT, Writer.BIAS) for block in blocks_of(self.model)
         )
+        # Where blocks end in a scale, a direct patch divides by small outputs. It then fails if a
+        # replay rounds in another way, and most of its change is in few channels.
+        self.update = "direct" if self.steers else "stable"
         # attention rests on the first token: without it all sums would be of that effect alone
         bos = self.tokenizer.bos_token_id
         self.first = [self.chosen[0].context[0] if bos is None else bos]
@@ -97,7 +100,7 @@ class Discussion:
     def patch(self, prompt: Prompt, *contexts: Sequence[int]) -> ContextPatch:
         """The patch of a question for the contexts in front of it; the first token stays."""
         context = _ids([token for part in (self.first, *contexts) for token in part])
-        with ContextPatcher(self.model, "direct") as patcher:
+        with ContextPatcher(self.model, self.update) as patcher:
             return patcher.compute(context, _ids(prompt.question), keep_first=1)
 
     # steering vectors and rank-1 edits
@@ -120,7 +123,7 @@ class Discussion:
             if covariances is None:
                 covariances = input_covariances(self.model, patch.blocks, seen)
             got = {"steering": self.alone(self.model, patch, steering_vectors(patch))}
-            with ContextPatcher(self.model, "direct") as patcher:
+            with ContextPatcher(self.model, self.update) as patcher:
                 for name, form in (("patch", patch), ("rome", in_rome_form(patch, covariances))):
                     got[name] = patcher.forward(form.kept_ids, form)[0]
                     with patcher.applied(form) as changed, torch.no_grad():
@@ -160,7 +163,7 @@ class Discussion:
             changed = [x.detach() - y for x, y in zip(model.parameters(), before, strict=True)]
             size = torch.stack([x.norm() for x in changed]).norm()
             whole = torch.stack([x.norm() for x in before]).norm()
-            with ContextPatcher(model, "direct") as patcher:
+            with ContextPatcher(model, self.update) as patcher:
                 replays = [
                     patcher.forward(patch.kept_ids, on_other_weights(patch, patcher))[0]
                     for patch in patches
@@ -189,7 +192,7 @@ class Discussion:
             context = [*self.first, *prompt.context]
             ends = range(1, len(context), SPAN)  # the first token stays
             spans = [(at, min(at + SPAN, len(context))) for at in ends]
-            with ContextPatcher(self.model, "direct") as patcher:
+            with ContextPatcher(self.model, self.update) as patcher:
                 changes = attribution(patcher, _ids(context), _ids(prompt.question), spans).mean(1)
             expected = self.logits(self.model, prompt, prompt.context)
             effects = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from icl_patch.generation.cache_writes import with_cache_writes
 from icl_patch.generation.grouped_maps import grouped
 from icl_patch.generation.operator_recorder import (
     Call,
@@ -51,6 +52,7 @@ class Simplified:
         self._before: dict[Any, Call] = {}
         simplified = (call for x in recorder.calls for call in self._simplified(x))
         calls = grouped(simplified, self._is_written)
+        calls = with_cache_writes(calls, self._values, self.whole, self._is_written)
         self.outputs = [self._resolved(x) for x in outputs]
         needed = {x.value for x in self.outputs if isinstance(x, View)}
         self.calls: list[Call] = []

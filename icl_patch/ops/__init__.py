@@ -5,7 +5,12 @@ expected and the actual value. :mod:`icl_patch.ops.dispatch` chooses whether it 
 library, in Triton's kernels or in plain torch (:mod:`icl_patch.ops.reference`, the specification).
 """
 
-from icl_patch.ops.attention import attention_pair, decode_attention, rotary_embedding
+from icl_patch.ops.attention import (
+    attention_pair,
+    decode_attention,
+    rotary_embedding,
+    write_and_attend,
+)
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import has_kernels, has_triton
 from icl_patch.ops.experts import expert_linear
@@ -51,4 +56,5 @@ __all__ = [
     "rms_normalize",
     "rotary_embedding",
     "stable_scale",
+    "write_and_attend",
 ]

@@ -6,6 +6,8 @@ from icl_patch.checks import (
     check_attention_pair,
     check_decode_attention,
     check_rotary_embedding,
+    check_write_and_attend,
+    is_transformed,
 )
 from icl_patch.ops import reference
 from icl_patch.ops.dispatch import Op
@@ -95,6 +97,52 @@ _attention_pair = Op(
     triton=lambda kernels, query, key, value, slot, scale, mask: kernels.attention_pair(
         query, key, value, slot, mask, scale
     ),
+)
+
+
+def write_and_attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Writes the token's key and value into column ``slot`` of a cache, then
+    :func:`attention_pair` over this cache. The shapes are those that the operations around it have
+    in a decode step, so that no view is needed between them.
+
+    Args:
+        query: (B, H, 1, D) float.
+        keys, values: (B, G, S, D) and (B, G, S, E), query's dtype, any strides; changed in place.
+            G divides H, as for :func:`decode_attention`.
+        key, value: (B, G, 1, D) and (B, G E), query's dtype, in other memory than the cache.
+        slot: (1,) int64, the column. CUDA tensors are not checked on the host: for a column that is
+            not there nothing is written.
+        mask: (B, S) bool, True for the keys that a row sees; all by default.
+        scale: ``1/√D`` by default.
+
+    Returns:
+        (2B, H E) in query's dtype, with the bits of :func:`attention_pair`.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit. The cache is unchanged.
+    """
+    if scale is None:
+        scale = max(query.shape[-1], 1) ** -0.5
+    return _write_and_attend(query, keys, values, key, value, slot, scale, mask)
+
+
+_write_and_attend = Op(
+    "write_and_attend",
+    check_write_and_attend,
+    reference.write_and_attend,
+    native_if=lambda *_: not is_transformed(),  # vmap has no rule for an op that writes
+    triton=lambda kernels, *args: kernels.write_and_attend(*args[:6], args[7], args[6]),
 )
 
 

@@ -192,6 +192,25 @@ def attention_pair(
     return torch.cat([y, own.expand(-1, -1, heads, -1).reshape(y.shape)])
 
 
+def write_and_attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    scale: float,
+    mask: Tensor | None,
+) -> Tensor:
+    """:func:`attention_pair` (2B, H E) of queries (B, H, 1, D), after key (B, G, 1, D) and value
+    (B, G E) were written into column ``slot`` of ``keys`` and ``values``.
+    """
+    rows, groups, _, width = values.shape
+    keys.index_copy_(2, slot.long(), key)
+    values.index_copy_(2, slot.long(), value.reshape(rows, groups, 1, width))
+    return attention_pair(query.squeeze(2), keys, values, slot, scale, mask).flatten(1)
+
+
 def _missing_norm(g: Tensor, m: Tensor, pole: Tensor, fallback: Tensor | None) -> Tensor:
     """A unit vector on the pole's coordinates, for the norm that the other coordinates leave over:
     along ``fallback`` there, else along ``g``, else the first coordinate.

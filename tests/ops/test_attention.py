@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.attention import SHAPES, check_attention, problem
+from support.attention import SHAPES, check_attention, check_written, new_token, problem
 from support.inversion import needs_native
 from support.numeric import (
     UNIT,
@@ -72,6 +72,38 @@ def test_attention_of_both_streams(dtype: torch.dtype) -> None:
     assert same_bits(ops.attention_pair(query, key, strided, last, mask), y)
 
 
+@every_dtype
+def test_attention_that_writes_the_token(dtype: torch.dtype) -> None:
+    """The bits of two copies and the attention after them; rows that do not see the token, or see
+    nothing, are written too. The parts of the native sum have 256 keys.
+    """
+    for shape in SHAPES:
+        query, key, value, mask = problem(shape, dtype)
+        columns = key.shape[2]
+        for slot in {0, 255, 256, columns // 2, columns - 1} & {*range(columns)}:
+            hidden = mask.clone()
+            hidden[:1, slot] = False
+            for seen in (None, mask, hidden):
+                with poisoned_memory():
+                    check_written(
+                        ops.write_and_attend, ops.attention_pair, query, key, value, slot, seen
+                    )
+
+
+def test_a_mistake_writes_nothing() -> None:
+    query, key, value, mask = problem((2, 4, 2, 9, 8, 6), torch.float32)
+    own_key, own_value = new_token(key, value)
+    good = [query.unsqueeze(2), key, value, own_key, own_value, torch.tensor([4]), mask]
+    before = key.clone(), value.clone()
+    wrong = {0: query, 3: own_key[:1], 4: own_value[:, :-1], 5: torch.tensor([9]), 6: mask[:1]}
+    for place, x in wrong.items():
+        given = [*good[:place], x, *good[place + 1 :]]
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="expected "):
+                ops.write_and_attend(*given)
+    assert same_bits(key, before[0]) and same_bits(value, before[1])
+
+
 @needs_native
 def test_registration_and_compilation() -> None:
     query, key, value, mask = problem((2, 4, 2, 9, 8, 6), torch.bfloat16)
@@ -79,6 +111,15 @@ def test_registration_and_compilation() -> None:
     torch.library.opcheck(operator, (query, key, value, 0.5, mask))
     pair = torch.ops.icl_patch.attention_pair
     torch.library.opcheck(pair, (query, key, value, torch.tensor([3]), 0.5, mask))
+    writing = torch.ops.icl_patch.write_and_attend
+    new = new_token(key, value)
+    given = (query.unsqueeze(2), key, value, *new, torch.tensor([3]))
+    torch.library.opcheck(writing, (*given, 0.5, mask))
+    compiled = torch.compile(ops.write_and_attend, fullgraph=True, backend="aot_eager")
+    copies = [x.clone() for x in given]
+    with torch.no_grad():
+        assert same_bits(compiled(*copies, mask), ops.write_and_attend(*given, mask))
+        assert all(map(same_bits, copies, given))
     compiled = torch.compile(ops.decode_attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         expected = ops.decode_attention(query, key, value, mask)

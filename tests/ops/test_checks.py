@@ -14,6 +14,14 @@ POOL = {"u": ONES(2, 1, 4), "v": ONES(2, 1, 5)}
 LOW_RANK = {"y": ONES(3, 4), "z": ONES(3, 5), "u": ONES(3, 4), "v": ONES(3, 5)}
 EXPERTS = {"x": ONES(3, 5), "weight": ONES(4, 7, 5), "expert": torch.zeros(3, 2).long()}
 ATTENTION = {"query": ONES(2, 4, 3), "key": ONES(2, 2, 5, 3), "value": ONES(2, 2, 5, 3)}
+WRITTEN = {
+    "query": ONES(2, 4, 1, 3),
+    "keys": ONES(2, 2, 5, 3),
+    "values": ONES(2, 2, 5, 4),
+    "key": ONES(2, 2, 1, 3),
+    "value": ONES(2, 8),
+    "slot": torch.tensor([4]),
+}
 NORM = {"x": ONES(3, 5), "scale": ONES(5), "eps": 1e-5}
 PAIR = {"hidden": ONES(4, 5), "weight": ONES(5), "eps": 1e-5}
 ROTARY = dict.fromkeys(("query", "key"), ONES(2, 3, 1, 6)) | dict.fromkeys(
@@ -125,6 +133,21 @@ ERRORS = {
             ({"slot": torch.tensor([1, 2])}, ValueError, "expected slot of one column, got 2"),
             ({"slot": torch.ones(1)}, TypeError, "expected slot in integers, got torch.float32"),
             ({"query": ONES(2, 3, 3)}, ValueError, "keys' heads that divides 3, got 2"),
+        ],
+    ),
+    ops.write_and_attend: (
+        WRITTEN,
+        [
+            ({"query": ONES(2, 4, 3)}, ValueError, "expected query (B, H, 1, D), got (2, 4, 3)"),
+            ({"query": ONES(2, 4, 2, 3)}, ValueError, "(B, H, 1, D), got (2, 4, 2, 3)"),
+            ({"query": ONES(2, 0, 1, 3)}, ValueError, "expected 2 heads of queries or more, got 0"),
+            ({"key": ONES(2, 2, 3)}, ValueError, "expected key (B, G, 1, D), "),
+            ({"value": ONES(2, 7)}, ValueError, "expected value (B, G·E), "),
+            ({"value": ONES(2, 2, 4)}, ValueError, "expected value (B, G·E), "),
+            ({"key": ONES(2, 2, 1, 3).half()}, TypeError, "expected key in query's dtype, got"),
+            ({"keys": ONES(2, 2, 5, 3).half()}, TypeError, "expected keys in query's dtype, got"),
+            ({"slot": torch.tensor([5])}, ValueError, "expected slot from 0 to 4, got 5 to 5"),
+            ({"slot": torch.ones(1)}, TypeError, "expected slot in integers, got torch.float32"),
         ],
     ),
     ops.rotary_embedding: (

@@ -50,6 +50,9 @@ COMPILED = [
     "decode_attention D = 64, bfloat16",
     "decode_attention D = 128, float32",
     "attention_pair, sum of blocks",
+    "write_and_attend D = 64, bfloat16",
+    "write_and_attend D = 128, float32",
+    "write_and_attend, sum of blocks",
     "rotary_embedding D = 128, bfloat16",
     "gated_product gelu_tanh",
     "untuned: linear bfloat16 N ≤ 4096, experts",
@@ -157,14 +160,18 @@ def test_each_running_sum_is_a_chain_of_its_own(variant: str, capability: int) -
 def test_a_mask_and_a_caches_room_change_no_order_of_attention(
     heads: int, width: int, capability: int
 ) -> None:
-    """The numbers that a thread of a matrix instruction holds follow the loads before it."""
+    """Nor does a token that is written meanwhile. The numbers that a thread of a matrix instruction
+    holds follow the loads before it.
+    """
 
-    def layouts(keys: int, mask: torch.Tensor | None) -> list[str]:
-        query, key = (
+    def layouts(keys: int, mask: torch.Tensor | None, *, writes: bool = False) -> list[str]:
+        query, key, own = (
             torch.empty(2, *size, width, dtype=torch.bfloat16, device="meta")
-            for size in ((heads,), (heads // 3, keys))
+            for size in ((heads,), (heads // 3, keys), (heads // 3,))
         )
-        attend, _ = plan_blocks(query, key, key, mask, 0.1)
+        slot = torch.empty(1, dtype=torch.int64, device="meta") if writes else None
+        new = (own, own.flatten(1)) if writes else None
+        attend, _ = plan_blocks(query, key, key, mask, 0.1, slot, new)
         code = compilation.compile_ahead(attend, capability).asm["ttgir"]
         named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.M))
         sums = re.findall(r"(?:tt\.dot .*:|^ *\}\) :) (.*?)(?: loc.*)?$", code, re.M)
@@ -175,7 +182,7 @@ def test_a_mask_and_a_caches_room_change_no_order_of_attention(
     for keys in (1024, 1030):
         mask = torch.empty(2, keys, dtype=torch.bool, device="meta")
         for seen in (None, mask, mask[:1].expand(2, -1)):
-            assert layouts(keys, seen) == expected
+            assert layouts(keys, seen) == layouts(keys, seen, writes=True) == expected
 
 
 def test_no_kernel_adds_in_an_order_of_its_own() -> None:

@@ -1,7 +1,9 @@
 """Attention of one token a row: problems, and the formula in fp64."""
 
+from collections.abc import Callable
+
 import torch
-from support.numeric import UNIT, normal, seeded
+from support.numeric import UNIT, in_gaps, normal, same_bits, seeded
 from torch import Tensor
 
 # rows, query heads, key heads, keys, widths of keys and of values
@@ -50,3 +52,46 @@ def check_attention(y: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: 
     assert y.shape == expected.shape and y.dtype == dtype
     limit = (wide + UNIT[dtype]) * size + UNIT[dtype] * expected.abs() + 1e-12
     assert ((y.double().cpu() - expected).abs() <= limit).all()
+
+
+def new_token(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """A key (B, G, 1, D) and a value (B, G E) for the cache."""
+    (rows, groups, _, d), e = key.shape, value.shape[3]
+    rng = seeded(d + e)
+    both = normal(rng, rows, groups, 1, d), normal(rng, rows, groups * e)
+    return both[0].to(key), both[1].to(value)
+
+
+def check_written(
+    write: Callable[..., Tensor],
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: int,
+    mask: Tensor | None,
+) -> None:
+    """``write`` does what two copies into column ``slot`` and ``attend`` do, in contiguous tensors
+    and in others, and attends as the formula in fp64. It does not read the column before, and may
+    be run again.
+    """
+    column, scale = torch.tensor([slot], device=key.device), max(query.shape[-1], 1) ** -0.5
+    own_key, own_value = new_token(key, value)
+    expected = key.clone(), value.clone()
+    for cache, own in zip(expected, (own_key, own_value), strict=True):
+        cache.index_copy_(2, column, own.reshape(cache[:, :, :1].shape))
+    for strided in (False, True):
+        held = [key.clone(), value.clone(), *expected]
+        given = [query.unsqueeze(2), own_key, own_value]
+        if strided:  # tokens before heads, numbers in gaps
+            held = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in held]
+            given = [in_gaps(x) for x in given]
+        y = attend(given[0].squeeze(2), *held[2:], column, mask, scale=scale)
+        for x in held[:2]:
+            x[:, :, slot] = torch.nan
+        for _ in range(2):
+            found = write(given[0], *held[:2], *given[1:], column, mask, scale=scale)
+            assert same_bits(found, y.flatten(1))
+            assert all(map(same_bits, held[:2], expected))
+    seen = torch.ones_like(expected[0][:, 0, :, 0]).bool() if mask is None else mask
+    check_attention(y[: len(query)], query, *expected, seen)

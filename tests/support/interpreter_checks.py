@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import interpreter, norm_recording, op_calls
+from support import attention, interpreter, norm_recording, op_calls
 from support.backend_checks import check_model, check_readers_share_a_launch
 from support.compiled import needs_compiler
 from support.guard_pages import status_of_child
@@ -18,6 +18,7 @@ from support.numeric import same_bits
 
 from icl_patch import ops
 from icl_patch.bench import tuning
+from icl_patch.generation.step_program import StepProgram
 from icl_patch.kernels.runtime.config import Config
 from icl_patch.ops import dispatch
 
@@ -59,6 +60,26 @@ def test_an_op_is_derived_and_mapped(op: str) -> None:
 @pytest.mark.parametrize("op", some_of(op_calls.CALLS, "patched_linear, a pool", "record_linears"))
 def test_an_op_is_traced(op: str) -> None:
     op_calls.check_traced(op)
+
+
+def test_a_program_writes_the_token_in_the_attentions_launches() -> None:
+    query, key, value, mask = attention.problem((1, 2, 1, 5, 4, 4), torch.float32)
+    x, slot = torch.cat([query.flatten(), key[0, 0, 0], value[0, 0, 0]])[None], torch.tensor([2])
+
+    def step() -> torch.Tensor:
+        parts = (x * 2).split([8, 4, 4], -1)
+        for cache, part in zip((key, value), parts[1:], strict=True):
+            cache.index_copy_(2, slot, part[None, None])
+        return ops.attention_pair(parts[0].view(1, 2, 4), key, value, slot, mask)
+
+    with torch.no_grad():
+        program = StepProgram(lambda: [step()], {}, ())
+        assert program.source.count("write_and_attend(") == 1 and "copy" not in program.source
+        x.mul_(-1)
+        expected, held = step(), (key.clone(), value.clone())
+        key[:, :, 2], value[:, :, 2] = torch.nan, torch.nan
+        assert same_bits(program.leaf(program(), 0), expected)
+        assert all(map(same_bits, (key, value), held))
 
 
 @pytest.mark.stress

@@ -29,6 +29,7 @@ from support.numeric import UNIT, by_columns, normal, poisoned, same_bits, seede
 from torch import Tensor
 
 from icl_patch import kernels
+from icl_patch.kernels.ops.attention import plan_write_and_attend
 from icl_patch.kernels.ops.linear import blocks, launch_linear
 from icl_patch.kernels.ops.linear_maps import launch_maps
 from icl_patch.kernels.ops.recording import launch_record
@@ -184,6 +185,7 @@ def operator_calls() -> list[tuple[str, tuple]]:
     factors = (case.z, case.u, case.v, case.index, torch.float16)
     attended = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
     angles = torch.ones(1, 1, 8, device=DEVICE)
+    written = *attention.new_token(*attended[1:3]), torch.tensor([8], device=DEVICE)
     return [
         ("patched_linear", (*case.arguments.values(), torch.float16)),
         ("patched_linear", (case.z, case.weight, None, None, None, None, None)),
@@ -198,10 +200,14 @@ def operator_calls() -> list[tuple[str, tuple]]:
         ("decode_attention", (*attended[:3], None, 0.5)),
         ("rotary_embedding", (attended[0].unsqueeze(2), attended[1][:, :, :1], *[angles] * 2)),
         ("linear_maps", (case.z, [case.weight] * 2, [case.bias, None])),
+        (
+            "write_and_attend",
+            (attended[0].unsqueeze(2), *attended[1:3], *written, attended[3], 0.5),
+        ),
     ]
 
 
-@pytest.mark.parametrize("number", [x if x in (0, 8, 9, 12) else heavy(x) for x in range(13)])
+@pytest.mark.parametrize("number", [x if x in (0, 8, 9, 12) else heavy(x) for x in range(14)])
 def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     name, arguments = operator_calls()[number]
@@ -295,6 +301,44 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
             own = value[:, :, keys // 2].repeat_interleave(shape[1] // shape[2], 1)
             pair = kernels.attention_pair(query, key, value, slot, given, scale)
             assert same_bits(pair, torch.cat([y, own]))
+
+
+# Columns at the ends of blocks, of 16 keys in fp32 with wide values, else of up to 64; 17 heads of
+# queries share keys in two programs.
+WRITTEN = [
+    ("fp32", shape, (0, 15, 16)) for shape in ((2, 4, 2, 18, 16, 129), (1, 17, 1, 18, 16, 129))
+]
+WRITTEN += [
+    heavy(name, attention.SHAPES[place], (31, 64, 256)) for place in (1, 3, 7) for name in SOME
+]
+
+
+@pytest.mark.parametrize(("dtype", "shape", "slots"), WRITTEN, ids=str)
+def test_write_and_attend(dtype: str, shape: tuple[int, ...], slots: tuple[int, ...]) -> None:
+    """The bits of two copies and the attention after them, wherever the column is in a block, and
+    whoever sees it.
+    """
+    query, key, value, mask = attention.problem(shape, SOME[dtype], DEVICE)
+
+    functions = kernels.write_and_attend, kernels.attention_pair
+    columns = key.shape[2]
+    for number, slot in enumerate(sorted({*slots, columns - 1} & {*range(columns)})):
+        seen = mask.clone()
+        seen[: number % 2, slot] = False
+        if not number:
+            seen[:, :3] = False  # blocks are counted from the first key that a row sees
+        attention.check_written(*functions, query, key, value, slot, seen if number else None)
+        attention.check_written(*functions, query, key, value, slot, seen)
+
+
+def test_a_column_that_is_not_there_is_not_written() -> None:
+    query, key, value, _ = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
+    before, new = (key.clone(), value.clone()), attention.new_token(key, value)
+    for slot in (-1, 9):
+        column = torch.tensor([slot], device=DEVICE)
+        given = query.unsqueeze(2), key, value, *new, column, None
+        plan_write_and_attend(*given, 0.5)(*given)  # without a check on the host
+        assert same_bits(key, before[0]) and same_bits(value, before[1])
 
 
 @every_float

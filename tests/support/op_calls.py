@@ -46,6 +46,14 @@ def _attention(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return ops.attention_pair(z.unsqueeze(1), key, value, torch.ones(1).long(), mask)
 
 
+def _written(z: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """The same; the second key and value are written before, into the first column too."""
+    keys, values = (torch.stack([x, -x], 1).unsqueeze(1) for x in (v, u))
+    mask = torch.tensor([[True, False], *[[True, True]] * (ROWS - 1)])
+    query, key, column = z[:, None, None], 2 * keys[:, :, 1:], torch.zeros(1).long()
+    return ops.write_and_attend(query, keys, values, key, 2 * u, column, mask), keys, values
+
+
 def _rotary(z: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Of three heads of two numbers, for each row another angle."""
     query = z[:, None, :6].unflatten(-1, (3, 2)).transpose(1, 2)
@@ -73,6 +81,7 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "gated_product": lambda z, v, **_: ops.gated_product(z, v, "silu"),
     "gated_product, by tanh": lambda z, v, **_: ops.gated_product(z, v, "gelu_tanh"),
     "attention_pair": lambda z, u, v, **_: _attention(z, u, v),
+    "write_and_attend": lambda z, u, v, **_: _written(z, u, v),
     "rotary_embedding": lambda z, v, **_: _rotary(z, v),
     "invert_rmsnorm": lambda z, u, v, **_: ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden,
     "stable_scale": lambda z, v, **_: ops.stable_scale(z, v[0], v).u,

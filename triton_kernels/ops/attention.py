@@ -1,5 +1,7 @@
 """``softmax(scale · q Kᵀ) V`` of one token a row, in two launches: blocks of keys, and their sum;
-with them, if asked for, the value that the token alone gets.
+with them, if asked for, the value that the token alone gets. If the token is not in the cache yet,
+the first launch takes its key and value in place of what their column holds, and the second one
+writes them there.
 
 A block's program serves up to 16 heads of queries that share its keys: each key and value is read
 once for them. Blocks are counted from the first key that a row sees, and blocks without a key that
@@ -13,7 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.checks import check_attention_pair, check_decode_attention
+from icl_patch.checks import (
+    check_attention_pair,
+    check_decode_attention,
+    check_write_and_attend,
+)
 from icl_patch.kernels.runtime.launching import INTERPRETED, Launch, operator, power_of_two
 
 _HEADS = 16  # of a program, the rows of the smallest matrix instruction
@@ -61,6 +67,9 @@ def _attend_kernel(
     k_ptr,
     v_ptr,
     mask_ptr,
+    new_k_ptr,
+    new_v_ptr,
+    slot_ptr,
     top_ptr,
     total_ptr,
     part_ptr,
@@ -80,6 +89,11 @@ def _attend_kernel(
     stride_ve,
     stride_mb,
     stride_ms,
+    stride_nkb,
+    stride_nkg,
+    stride_nkd,
+    stride_nvb,
+    stride_nve,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,  # heads of queries that share a head of keys
     D: tl.constexpr,
@@ -88,6 +102,7 @@ def _attend_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    WRITES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
@@ -108,17 +123,17 @@ def _attend_kernel(
         other=0.0,
     )
     k_ptr += b * stride_kb + group * stride_kg
-    k = tl.load(
-        k_ptr + offs_s[:, None] * stride_ks + offs_d[None, :] * stride_kd,
-        mask=seen[:, None] & mask_d[None, :],
-        other=0.0,
-    )
     v_ptr += b * stride_vb + group * stride_vg
-    v = tl.load(
-        v_ptr + offs_s[:, None] * stride_vs + offs_e[None, :] * stride_ve,
-        mask=seen[:, None] & mask_e[None, :],
-        other=0.0,
-    )
+    k_ptrs = k_ptr + offs_s[:, None] * stride_ks + offs_d[None, :] * stride_kd
+    v_ptrs = v_ptr + offs_s[:, None] * stride_vs + offs_e[None, :] * stride_ve
+    if WRITES:
+        new = (offs_s == tl.load(slot_ptr))[:, None]
+        new_k_ptr += b * stride_nkb + group * stride_nkg
+        new_v_ptr += b * stride_nvb + group * E * stride_nve
+        k_ptrs = tl.where(new, new_k_ptr + offs_d[None, :] * stride_nkd, k_ptrs)
+        v_ptrs = tl.where(new, new_v_ptr + offs_e[None, :] * stride_nve, v_ptrs)
+    k = tl.load(k_ptrs, mask=seen[:, None] & mask_d[None, :], other=0.0)
+    v = tl.load(v_ptrs, mask=seen[:, None] & mask_e[None, :], other=0.0)
     if WIDEN:
         q, k = q.to(tl.float32), k.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -135,25 +150,41 @@ def _attend_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["S", "blocks"])
 def _add_blocks_kernel(
     top_ptr,
     total_ptr,
     part_ptr,
+    k_ptr,
     v_ptr,
+    new_k_ptr,
+    new_v_ptr,
     slot_ptr,
     y_ptr,
+    S,
     blocks,
+    stride_kb,
+    stride_kg,
+    stride_ks,
+    stride_kd,
     stride_vb,
     stride_vg,
     stride_vs,
     stride_ve,
+    stride_nkb,
+    stride_nkg,
+    stride_nkd,
+    stride_nvb,
+    stride_nve,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
+    D: tl.constexpr,
     E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PAIR: tl.constexpr,
+    WRITES: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     begin, offs_e = pid * blocks, tl.arange(0, BLOCK_E)
@@ -181,9 +212,22 @@ def _add_blocks_kernel(
     y = tl.where(total == 0, 0.0, tl.div_rn(y, tl.broadcast_to(total, y.shape)))
     tl.store(y_ptr + pid * E + offs_e, y.to(y_ptr.dtype.element_ty), mask=offs_e < E)
     if PAIR:
-        v_ptr += pid // HEADS * stride_vb + pid % HEADS // SHARED * stride_vg
-        v_ptr += tl.load(slot_ptr) * stride_vs
-        own = tl.load(v_ptr + offs_e.to(tl.int64) * stride_ve, mask=offs_e < E, other=0.0)
+        b, group, slot = pid // HEADS, pid % HEADS // SHARED, tl.load(slot_ptr)
+        offs_e = offs_e.to(tl.int64)
+        v_ptr += b * stride_vb + group * stride_vg + slot * stride_vs + offs_e * stride_ve
+        if WRITES:
+            new_v_ptr += b * stride_nvb + (group * E + offs_e) * stride_nve
+            own = tl.load(new_v_ptr, mask=offs_e < E, other=0.0)
+            offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
+            new_k_ptr += b * stride_nkb + group * stride_nkg + offs_d * stride_nkd
+            k_ptr += b * stride_kb + group * stride_kg + slot * stride_ks + offs_d * stride_kd
+            own_k = tl.load(new_k_ptr, mask=offs_d < D, other=0.0)
+            # by the first of the heads that share them, unless there is no such column
+            writes = (pid % SHARED == 0) & (slot >= 0) & (slot < S)
+            tl.store(k_ptr, own_k, mask=offs_d < tl.where(writes, D, 0))
+            tl.store(v_ptr, own, mask=offs_e < tl.where(writes, E, 0))
+        else:
+            own = tl.load(v_ptr, mask=offs_e < E, other=0.0)
         tl.store(y_ptr + (ROWS * HEADS + pid) * E + offs_e, own, mask=offs_e < E)
 
 
@@ -194,10 +238,15 @@ def plan_blocks(
     mask: Tensor | None,
     scale: float,
     slot: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Launch, Launch]:
-    """Plan the blocks' largest scores, sums of weights and weighted values from query, key, value
-    and mask, or True for all rows and keys; and y (B, H, E) from these three. With a slot y is
-    (2B, H, E), and its launch gets the value and the slot too, else None for each.
+    """Plan two launches: of the blocks' largest scores, sums of weights and weighted values; and of
+    y (B, H, E) from these three, with a slot (2B, H, E).
+
+    ``new`` is the token's key (B, G, D) and value (B, G E), if the launches write them into the
+    cache; then y is (2B, H E). The first launch gets query, key, value, mask, or True for all rows
+    and keys, then these two and the slot. The second one gets the three, key, value, these two and
+    the slot. Each is None for a launch that does not read it.
     """
     (rows, heads, d), (groups, keys), e = query.shape, key.shape[1:3], value.shape[-1]
     block_d, block_e = (max(power_of_two(width), 16) for width in (d, e))
@@ -205,42 +254,55 @@ def plan_blocks(
     # so many that no register spills on sm_80 and sm_90
     block_keys = max(min((2**11 if query.itemsize > 2 else 2**14) // wide, 64), 16)
     blocks, shared = triton.cdiv(keys, block_keys), heads // max(groups, 1)
-    rest = (
-        keys,
-        blocks,
-        float(scale),
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
-        *((0, 0) if mask is None else mask.stride()),
-        groups,
-        shared,
-        d,
-        e,
-        block_keys,
-        _HEADS,
-        block_d,
-        block_e,
-        INTERPRETED,
-    )
+    pair, writes = slot is not None, new is not None
+    own: tuple[Tensor | None, ...] = (None, None) if new is None else new
+    own_strides = (0,) * 5 if new is None else (*new[0].stride(), *new[1].stride())
+    cache_strides = *key.stride(), *value.stride()
     fp32, size = torch.float32, (rows, heads, blocks)
     attend = Launch(
         _attend_kernel,
         rows * groups * triton.cdiv(shared, _HEADS) * blocks,
-        (query, key, value, torch.bool if mask is None else mask),
+        (query, key, value, torch.bool if mask is None else mask, *own, slot if writes else None),
         ((size, fp32), (size, fp32), ((*size, e), fp32)),
-        rest,
+        (
+            keys,
+            blocks,
+            float(scale),
+            *query.stride(),
+            *cache_strides,
+            *((0, 0) if mask is None else mask.stride()),
+            *own_strides,
+            groups,
+            shared,
+            d,
+            e,
+            block_keys,
+            _HEADS,
+            block_d,
+            block_e,
+            writes,
+            INTERPRETED,
+        ),
         4 if wide * query.itemsize <= 256 else 8,
     )
+    sizes = rows, heads, shared, d, e, block_d, block_e
+    y = (2 * rows, heads * e) if writes else (2 * rows if pair else rows, heads, e)
     add = Launch(
         _add_blocks_kernel,
         rows * heads,
-        (fp32, fp32, fp32, None if slot is None else value, slot),
-        ((((1 if slot is None else 2) * rows, heads, e), query.dtype),),
-        (blocks, *value.stride(), rows, heads, shared, e, block_e, slot is not None),
+        (fp32, fp32, fp32, key if writes else None, value if pair else None, *own, slot),
+        ((y, query.dtype),),
+        (keys, blocks, *cache_strides, *own_strides, *sizes, pair, writes),
         4,
     )
     return attend, add
+
+
+def _visible(mask: Tensor | None, query: Tensor) -> Tensor:
+    """The mask; True without one. A kernel without it would be another one, whose matrix
+    instructions add in another order.
+    """
+    return torch.ones(1, dtype=torch.bool, device=query.device) if mask is None else mask
 
 
 def plan_attention_pair(
@@ -259,10 +321,38 @@ def plan_attention_pair(
     def call(
         query: Tensor, key: Tensor, value: Tensor, slot: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        if mask is None:  # not a kernel without it: its matrix instructions add in another order
-            mask = torch.ones(1, dtype=torch.bool, device=query.device)
-        parts = attend(query, key, value, mask)
-        y: Tensor = add(*parts, None if slot is None else value, slot)
+        parts = attend(query, key, value, _visible(mask, query), None, None, None)
+        y: Tensor = add(*parts, None, None if slot is None else value, None, None, slot)
+        return y
+
+    return call
+
+
+def plan_write_and_attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Callable[..., Tensor]:
+    """Plan y (2B, H E) from these tensors, of which ``keys`` and ``values`` are changed."""
+    own = key.squeeze(2), value
+    attend, add = plan_blocks(query.squeeze(2), keys, values, mask, scale, slot, own)
+
+    def call(
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slot: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        parts = attend(query, keys, values, _visible(mask, query), key, value, slot)
+        y: Tensor = add(*parts, keys, values, key, value, slot)
         return y
 
     return call
@@ -332,3 +422,48 @@ def attention_pair(
     """
     # on fake tensors; else the plan launches
     return query.new_empty((2 * query.shape[0], query.shape[1], value.shape[-1]))
+
+
+def _check_written(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> None:
+    check_write_and_attend(query, keys, values, key, value, slot, scale, mask)
+
+
+@operator(_check_written, plan_write_and_attend, writes=("keys", "values"))
+def write_and_attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """:func:`attention_pair` over a cache into which the same launches write the token's key and
+    value. No program reads the column that they write.
+
+    Args:
+        query: (B, H, 1, D) fp32, bf16 or fp16.
+        keys, values, mask, scale: as for :func:`decode_attention`; both are changed in place.
+        key, value: (B, G, 1, D) and (B, G E), query's dtype, in other memory than the cache.
+        slot: (1,) int64, from 0 to S - 1, which the host does not read. For another column nothing
+            is written.
+
+    Returns:
+        (2B, H E) in query's dtype.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+    """
+    # on fake tensors; else the plan launches
+    return query.new_empty((2 * query.shape[0], query.shape[1] * values.shape[-1]))

@@ -170,7 +170,9 @@ def define(name: str, schema: str, fake: Callable[..., Any], launch: Callable[..
 
 
 def operator(
-    check: Callable[..., object], plan: Callable[..., Callable[..., Any]]
+    check: Callable[..., object],
+    plan: Callable[..., Callable[..., Any]],
+    writes: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make an operator of a function. Its body runs on fake tensors alone and gives the outputs'
     sizes and dtypes; its annotations give the schema.
@@ -180,6 +182,7 @@ def operator(
     Args:
         check: raises for arguments that do not fit; runs before the plan. Tensors come first.
         plan: gives the call for the tensors, see :func:`cached_launch`.
+        writes: the names of the tensors that it changes.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
@@ -200,7 +203,7 @@ def operator(
         def launch(*arguments: Any) -> Any:
             return cached_launch(checked_plan, arguments[:count], *arguments[count:])
 
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=writes)
         packet = define(
             function.__name__, schema, function, lambda *given: launch(*complete(*given))
         )

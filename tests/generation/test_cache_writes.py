@@ -1,0 +1,283 @@
+"""A step's writes into the cache, joined with the attention behind them; and when they are not."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.inversion import needs_native
+from support.numeric import NARROW, normal, same_bits, seeded
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from icl_patch import ops
+from icl_patch.generation.step_program import StepProgram
+
+pytestmark = needs_native
+HEADS, GROUPS, COLUMNS, D, E = 6, 2, 9, 8, 4
+
+
+class Inputs:
+    """A cache of some rows, and what a step finds."""
+
+    def __init__(self, rows: int = 2, dtype: torch.dtype = torch.float32) -> None:
+        self.rows = rows
+        self.keys, self.values = (
+            normal(seeded(n), rows, GROUPS, COLUMNS, n, dtype=dtype) for n in (D, E)
+        )
+        self.x = normal(seeded(1), rows, HEADS * D + GROUPS * (D + E), dtype=dtype)
+        self.mask = torch.rand(rows, COLUMNS, generator=seeded(2)) < 0.7
+        self.slot, self.other = torch.tensor([4]), torch.tensor([5])
+
+    def token(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query (B, H, 1, D), key (B, G, 1, D) and value (B, G, 1, E), of one product."""
+        parts = (self.x + 1).split([HEADS * D, GROUPS * D, GROUPS * E], -1)
+        heads = zip(parts, (HEADS, GROUPS, GROUPS), strict=True)
+        query, key, value = (part.view(self.rows, 1, n, -1).transpose(1, 2) for part, n in heads)
+        return query, key, value
+
+    def written(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with key and value in the cache."""
+        query, key, value = self.token()
+        self.keys.index_copy_(2, self.slot, key)
+        self.values.index_copy_(2, self.slot, value)
+        return query, key, value
+
+    def attention(self, query: Tensor, slot: Tensor | None = None, **parts: Tensor) -> Tensor:
+        """Of both streams over the cache, or over other parts."""
+        slot = self.slot.clamp(max=COLUMNS - 1) if slot is None else slot
+        of = {"key": self.keys, "value": self.values, "mask": self.mask} | parts
+        return ops.attention_pair(query[:, :, 0], slot=slot, scale=0.3, **of)
+
+
+def check(inputs: Inputs, step: Callable[[Inputs], Tensor], *, runs: int = 1) -> str:
+    """The program of a step gives its bits, and leaves its cache, for other numbers and columns;
+    returns the program's source.
+    """
+    memory = inputs.keys, inputs.values, inputs.slot
+    start = [x.clone() for x in memory]
+
+    def reset(slot: int) -> None:
+        for x, before in zip(memory, start, strict=True):
+            x.copy_(before)
+        inputs.slot.fill_(slot)
+
+    with torch.no_grad():
+        program = StepProgram(lambda: [step(inputs), inputs.keys], {"x": inputs.x}, ())
+        for slot in (0, 3, 5):
+            inputs.x.copy_(torch.randn(inputs.x.shape, generator=seeded(slot)))
+            reset(slot)
+            expected = [step(inputs), *(x.clone() for x in memory)]
+            reset(slot)
+            for _ in range(runs):
+                found = program.leaf(made := program(), 0)
+                assert same_bits(found, expected[0])
+                assert all(map(same_bits, memory, expected[1:]))
+                assert program.leaf(made, 1) is inputs.keys
+    return program.source
+
+
+def calls_of(source: str) -> list[str]:
+    names = "index_copy|attention_pair|write_and_attend|clamp"
+    return re.findall(rf"\b({names})[_0-9]*\(", source)
+
+
+@pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_writes_and_attention_are_one_call(rows: int, dtype: torch.dtype) -> None:
+    """Of one product's parts, over the columns that a mask shows or over all. It may run again, and
+    its output is read as it is.
+    """
+
+    def step(inputs: Inputs) -> Tensor:
+        query, _, _ = inputs.written()
+        return inputs.attention(query).flatten(1) * 2
+
+    def without_a_mask(inputs: Inputs) -> Tensor:
+        query, key, value = inputs.token()
+        inputs.values.index_copy_(-2, inputs.slot, value)
+        inputs.keys.index_copy_(2, inputs.slot, key)
+        return ops.attention_pair(query[:, :, 0], inputs.keys, inputs.values, inputs.slot) + 1
+
+    for written in (step, without_a_mask):
+        source = check(Inputs(rows, dtype), written, runs=2)
+        assert calls_of(source) == ["write_and_attend"], source
+    assert re.search(r"= write_and_attend_\d+\.view", source)
+
+
+def test_several_layers() -> None:
+    """Each has a cache of its own, or reads that of the layer before it."""
+    inputs, second = Inputs(), Inputs()
+    second.keys, second.values = -inputs.keys, -inputs.values
+    second.slot, second.x = inputs.slot, inputs.x
+
+    def step(inputs: Inputs) -> Tensor:
+        y = [of.attention(of.written()[0]) for of in (inputs, second)]
+        return torch.cat([*y, inputs.attention(inputs.token()[0] * 2)])
+
+    assert calls_of(check(inputs, step)) == [
+        "clamp",
+        *["write_and_attend"] * 2,
+        "attention_pair",
+    ]
+
+
+def _between(change: Callable[[Inputs, Tensor, Tensor], Any]) -> Callable[[Inputs], Tensor]:
+    """A step that does something between the writes and the attention."""
+
+    def step(inputs: Inputs) -> Tensor:
+        query, key, value = inputs.written()
+        between = change(inputs, key, value)
+        y = inputs.attention(query)
+        return y + between if isinstance(between, Tensor) else y
+
+    return step
+
+
+def _attending(attend: Callable[[Inputs, Tensor], Tensor]) -> Callable[[Inputs], Tensor]:
+    """A step with another attention."""
+    return lambda inputs: attend(inputs, inputs.written()[0])
+
+
+def _writing(write: Callable[[Inputs, Tensor, Tensor], Any]) -> Callable[[Inputs], Tensor]:
+    """A step with other writes."""
+
+    def step(inputs: Inputs) -> Tensor:
+        query, key, value = inputs.token()
+        write(inputs, key, value)
+        return inputs.attention(query)
+
+    return step
+
+
+def _two_columns(inputs: Inputs, key: Tensor, value: Tensor) -> None:
+    columns = torch.cat([inputs.slot, inputs.slot + 1])
+    inputs.keys.index_copy_(2, columns, key.expand(-1, -1, 2, -1))
+    inputs.values.index_copy_(2, columns, value.expand(-1, -1, 2, -1))
+
+
+def _narrow_cache(inputs: Inputs) -> Tensor:
+    """The cache has another dtype than the attention."""
+    query, key, value = inputs.token()
+    held = [x.half() for x in (inputs.keys, inputs.values)]
+    for cache, x in zip(held, (key, value), strict=True):
+        cache.index_copy_(2, inputs.slot, x.half())
+    wide = [x.float() for x in held]
+    inputs.keys.copy_(wide[0])
+    return inputs.attention(query, key=wide[0], value=wide[1])
+
+
+def _column_without_axes(inputs: Inputs) -> Tensor:
+    query, key, value = inputs.token()
+    column = inputs.slot[0]
+    inputs.keys.index_copy_(2, column, key)
+    inputs.values.index_copy_(2, column, value)
+    return inputs.attention(query, column.clamp(max=8).view(1))
+
+
+def _new_cache(inputs: Inputs) -> Tensor:
+    """Copies that the step makes hold the token."""
+    query, key, value = inputs.token()
+    held = inputs.keys.clone(), inputs.values.clone()
+    for cache, x in zip(held, (key, value), strict=True):
+        cache.index_copy_(2, inputs.slot, x)
+    return inputs.attention(query, key=held[0], value=held[1])
+
+
+def _heads_apart(inputs: Inputs) -> Tensor:
+    """Other numbers lie between the heads' values."""
+    query, key, value = inputs.token()
+    inputs.keys.index_copy_(2, inputs.slot, key)
+    inputs.values.index_copy_(2, inputs.slot, torch.cat([value, value], -1)[..., :E])
+    return inputs.attention(query)
+
+
+def _one_memory(inputs: Inputs) -> Tensor:
+    """The keys are the values."""
+    query, key, _ = inputs.token()
+    for _ in range(2):
+        inputs.keys.index_copy_(2, inputs.slot, key)
+    return inputs.attention(query, value=inputs.keys)
+
+
+def _written_twice(inputs: Inputs, key: Tensor, value: Tensor) -> None:
+    inputs.keys.index_copy_(2, inputs.slot, key)
+    inputs.values.index_copy_(2, inputs.slot, value)
+    inputs.keys.index_copy_(2, inputs.other, -key)
+
+
+APART: dict[str, Callable[[Inputs], Tensor]] = {
+    "read between": _between(lambda inputs, *_: inputs.keys.sum()),
+    "written between": _between(lambda inputs, *_: inputs.values[:, :, 2].mul_(2)[0, 0, 0]),
+    "key changed after": _between(lambda inputs, key, value: key.mul_(2)[0, 0, 0, 0]),
+    "slot changed after": _between(lambda inputs, *_: inputs.slot.add_(1) * 0),
+    "another slot": _attending(lambda inputs, query: inputs.attention(query, inputs.other)),
+    "slot of another column": _attending(
+        lambda inputs, query: inputs.attention(query, inputs.slot.clamp(max=3))
+    ),
+    "slot of at least 4": _attending(
+        lambda inputs, query: inputs.attention(query, inputs.slot.clamp(4, 8))
+    ),
+    "computed slot": _attending(lambda inputs, query: inputs.attention(query, inputs.slot * 0)),
+    "another slot, bounded": _attending(
+        lambda inputs, query: inputs.attention(query, inputs.other.clamp(max=8))
+    ),
+    "part of the cache": _attending(
+        lambda inputs, query: inputs.attention(
+            query, key=inputs.keys[:, :, :7], value=inputs.values[:, :, :7], mask=inputs.mask[:, :7]
+        )
+    ),
+    "expanded": _attending(
+        lambda inputs, query: inputs.attention(
+            query, key=inputs.keys[:, :1].expand(-1, 2, -1, -1), value=inputs.values
+        )
+    ),
+    "keys of another layer": _attending(
+        lambda inputs, query: inputs.attention(query, key=inputs.keys * 1)
+    ),
+    "one stream": _attending(
+        lambda inputs, query: ops.decode_attention(query[:, :, 0], inputs.keys, inputs.values)
+    ),
+    "torch's attention": _attending(
+        lambda inputs, query: scaled_dot_product_attention(
+            query, inputs.keys, inputs.values, enable_gqa=True
+        )
+    ),
+    "keys alone": _writing(lambda inputs, key, _: inputs.keys.index_copy_(2, inputs.slot, key)),
+    "values in another column": _writing(
+        lambda inputs, key, value: (
+            inputs.keys.index_copy_(2, inputs.slot, key),
+            inputs.values.index_copy_(2, inputs.other, value),
+        )
+    ),
+    "added": _writing(
+        lambda inputs, key, value: (
+            inputs.keys.index_add_(2, inputs.slot, key),
+            inputs.values.index_copy_(2, inputs.slot, value),
+        )
+    ),
+    "along the heads": _writing(
+        lambda inputs, key, value: (
+            inputs.keys.index_copy_(1, inputs.slot // 9, key.expand(-1, -1, 9, -1)[:, :1]),
+            inputs.values.index_copy_(2, inputs.slot, value),
+        )
+    ),
+    "two columns": _writing(_two_columns),
+    "a column without axes": _column_without_axes,
+    "a cache of the step": _new_cache,
+    "two writes": _writing(_written_twice),
+    "attention before": lambda inputs: (
+        inputs.attention(inputs.token()[0]) + inputs.written()[1].sum()
+    ),
+    "another dtype": _narrow_cache,
+    "heads apart": _heads_apart,
+    "one memory": _one_memory,
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_stays_apart(name: str) -> None:
+    """With the bits of the step: these are not two copies of the token and its attention."""
+    source = check(Inputs(), APART[name])
+    assert "write_and_attend" not in source, source
