@@ -37,16 +37,16 @@ def check_replay(patch: ContextPatch, logits: Tensor) -> None:
             f"expected a replay with the logits that this {update} patch had where it was made, up"
             f" to rounding ({limit:.1g} of the largest one), got others, off by at least"
             f" {error:.1g}, at {_places(off, known)}; {int((ahead > 2 * limit).sum())} of them are"
-            " followed by another token. This machine rounds differently, as with another"
-            f" processor, number of threads or version of torch{_ADVICE[update]}"
+            " followed by another token. The model rounds differently here (another processor,"
+            f" number of threads or version of torch, or a copy of the model){_ADVICE[update]}"
         )
     differs = "other bits" if other.any() else "other logits at some tokens"
     rest = "at the other tokens" if off.any() else "up to rounding"
     warnings.warn(
-        f"this {update} patch has {differs} than where it was made, as on another processor or with"
-        f" another number of threads: its replay differs at {_places(other | off, known)}, by"
-        f" {error:.1g} of the largest logit or more. Take it as right {rest}, or compute the patch"
-        " again here",
+        f"this {update} patch has {differs} than where it was made, as on another processor, with"
+        " another number of threads, or on a copy of the model: its replay differs at"
+        f" {_places(other | off, known)}, by {error:.1g} of the largest logit or more. Take it as"
+        f" right {rest}, or compute the patch again here",
         ExactnessWarning,
         stacklevel=2,
     )
