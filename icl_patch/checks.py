@@ -138,13 +138,15 @@ def _bound(name: str, x: Tensor, shapes: list[list[str]], sizes: dict[str, int])
     """The sizes of letters that are known, and those that a tensor's shape adds."""
     for shape in shapes:
         found = dict(zip(shape, x.shape, strict=False))
-        expected = {part: _known(part, sizes) for part in found}
-        if len(shape) == x.dim() and all(expected[k] in (None, n) for k, n in found.items()):
+        known = {part: _known(part, sizes) for part in found}
+        # not "in": a compiler's size is equal to one that it is not identical to
+        fits = all(known[part] is None or known[part] == n for part, n in found.items())
+        if len(shape) == x.dim() and fits:
             return sizes | {k: n for k, n in found.items() if k.isalnum() and k != "1"}
     # not before: it would bind a compiled graph to this number of rows
     forms = " or ".join(f"({', '.join(shape)})" for shape in shapes)
-    known = "".join(f", {letter} = {size}" for letter, size in sizes.items())
-    raise ValueError(f"expected {name} {forms}{known}, got {tuple(x.shape)}")
+    bound = "".join(f", {letter} = {size}" for letter, size in sizes.items())
+    raise ValueError(f"expected {name} {forms}{bound}, got {tuple(x.shape)}")
 
 
 def _check_kind(name: str, x: Tensor, kind: str, first: Tensor) -> None:
