@@ -6,7 +6,8 @@
     python examples/papers/real_experiments.py FOLDER --quick              # few prompts
     python examples/papers/real_experiments.py FOLDER --short --name gemma-3-270m --out docs/papers
 
-``--short`` takes fewer prompts, and no fp16. The folder holds a causal language model and its
+``--short`` takes no fp16, fewer contexts of each length and fewer other measurements, but longer
+answers: without chats, 5,000 tokens of replays. The folder holds a causal language model and its
 tokenizer, as ``save_pretrained`` writes them. Each result is kept in build/papers as soon as it is
 measured: a stopped run goes on. One thread on the CPU.
 """
@@ -135,7 +136,7 @@ def page(name: str = "real-model") -> Page:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, then write numbers, pictures and page."""
     parser = parser_of("The papers' experiments on a pretrained model.", of_model=True)
-    parser.add_argument("--short", action="store_true", help="fewer prompts, no fp16")
+    parser.add_argument("--short", action="store_true", help="no fp16, few contexts of each length")
     parser.add_argument("--name", default="real-model", help="of the page and its files")
     options = read_options(parser, arguments)
     sizes = QUICK if options.quick else SHORT if options.short else FULL

@@ -8,6 +8,8 @@ the model with its hooks and with the context.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -44,6 +46,8 @@ class Hooks:
         for path, part in parts:
             self._hooks += [(path, part._forward_pre_hooks), (path, part._forward_hooks)]
         self._dicts = [hooks for _, hooks in self._hooks]
+        self._attributes = [vars(part) for _, part, _ in self._forwards]
+        self._were = [was for _, _, was in self._forwards]
 
     def current(self) -> HookIds:
         """The module's path, and the hook's number or the forward, for each; empty without any.
@@ -52,7 +56,9 @@ class Hooks:
             UnsupportedModelError: a patched module has hooks and there are global hooks, which
                 then run twice for that module.
         """
-        if not any(self._dicts) and not self._replaced():
+        # in few calls of the interpreter: this runs before every step
+        forwards = map(dict.get, self._attributes, repeat("forward"))
+        if not any(self._dicts) and all(map(is_, forwards, self._were)):
             return ()
         twice = [
             path for path, part in self._patched if part._forward_pre_hooks or part._forward_hooks
@@ -73,7 +79,7 @@ class Hooks:
             yield path, vars(part).get("forward")
 
     def _replaced(self) -> list[tuple[str, nn.Module, Any]]:
-        """The modules that have another forward than then; every step looks for them."""
+        """The modules that have another forward than then."""
         return [x for x in self._forwards if vars(x[1]).get("forward") is not x[2]]
 
     @contextmanager

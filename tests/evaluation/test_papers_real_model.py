@@ -323,10 +323,9 @@ def test_the_conclusions_on_gemma_are_those_of_the_numbers() -> None:
     low, full = (numbers["agreement"][dtype] for dtype in ("bfloat16", "float32"))
     assert low["exact"]["identical"]["share"] == full["exact"]["identical"]["share"] == 1
     assert not numbers["direct_is_stable"]
-    for update in ("direct", "stable"):
+    for update in ("direct", "stable"):  # no worse than the model's own noise
         assert full[update]["match"]["share"] == 1
-        lowest, highest = low[update]["match"]["interval"]
-        assert lowest <= low["no cache"]["match"]["share"] <= highest
+        assert low[update]["match"]["interval"][1] >= low["no cache"]["match"]["share"]
         for found in (low, full):
             assert found[update]["linf"][3] < found["no cache"]["linf"][3]
     assert numbers["sizes_of_run"] == json.loads(json.dumps(runs.asdict(runs.SHORT)))
@@ -338,12 +337,16 @@ def test_the_conclusions_on_gemma_are_those_of_the_numbers() -> None:
     worst = {run: max(high for _, high in found["largest"]) for run, found in largest.items()}
     assert worst["direct"] > 10 * worst["stable"]
     pairs = low["exact"]["tokens"] * numbers["config"]["num_hidden_layers"]
-    for found in numbers["control"].values():
-        for entry in found.values():
+    kinds = ("not input-controllable", "not output-controllable")
+    uncontrollable = {}
+    for dtype, found in numbers["control"].items():
+        for run, entry in found.items():
             assert entry["misses"] == 0
+            uncontrollable[dtype, run] = sum(entry[kind] for kind in kinds)
         assert found["exact"]["pairs"] == pairs
+    assert {key: n for key, n in uncontrollable.items() if n} == {("float32", "direct"): 1}
     rows = (RESULTS / "statements.md").read_text("utf-8")
     shares = [percent(low[run]["match"]["share"]) for run in ("direct", "stable")]
     text = f"as vectors on {low['exact']['tokens']} tokens {shares[0]}, with stable {shares[1]}"
     assert text in rows
-    assert f"0 of {pairs} ([Gemma 3 270M](gemma-3-270m.md))" in rows
+    assert f"1 of {pairs} ([Gemma 3 270M](gemma-3-270m.md))" in rows
