@@ -180,6 +180,25 @@ class Discussion:
             rows.append({"steps": step, "weights": float(size / whole), **means})
         return rows
 
+    def direct_on_a_copy(self) -> dict[str, float]:
+        """The TVD of direct patches on this model and on a copy of it, whose weights lie elsewhere
+        in memory, so that torch's products of one row may round in another way.
+        """
+        found: dict[str, list[float]] = {"here": [], "elsewhere": []}
+        copied = copy.deepcopy(self.model)
+        for prompt in self.chosen:
+            expected = self.logits(self.model, prompt, prompt.context)
+            context = _ids([*self.first, *prompt.context])
+            with ContextPatcher(self.model, "direct") as patcher:
+                patch = patcher.compute(context, _ids(prompt.question), keep_first=1)
+                replays = {"here": patcher.forward(patch.kept_ids, patch)[0]}
+            with ContextPatcher(copied, "direct") as patcher:
+                moved = on_other_weights(patch, patcher)  # as it is, a replay is refused
+                replays["elsewhere"] = patcher.forward(patch.kept_ids, moved)[0]
+            for name, replayed in replays.items():
+                found[name].append(float(metrics.total_variation(replayed, expected).mean()))
+        return {name: _mean(values) for name, values in found.items()}
+
     # attribution
 
     def attribution(self) -> dict[str, Any]:
@@ -260,7 +279,11 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
         "kept_tokens": sum(len(prompt.question) for prompt in found.chosen),
         "rate": RATE,
         "chunk": CHUNK,
-        **({"steering": found.steering()} if found.steers else {}),
+        **(
+            {"steering": found.steering()}
+            if found.steers
+            else {"direct_on_a_copy": found.direct_on_a_copy()}
+        ),
         "transfer": found.transfer(),
         "attribution": found.attribution(),
         "composition": found.composition(),
