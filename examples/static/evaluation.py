@@ -343,10 +343,10 @@ def cells(few_shot: Sequence[str] = FEW_SHOT, chats: Sequence[str] = CHATS) -> l
     ]
 
 
-def base_cells() -> list[Cell]:
+def base_cells(few_shot: Sequence[str] = FEW_SHOT) -> list[Cell]:
     """Those of a model without a chat template: the static patches of the few-shot tasks."""
     shown = (NONE, CONTEXT, OURS)
-    return [cell for cell in cells(chats=()) if cell.seed == 0 and cell.method in shown]
+    return [cell for cell in cells(few_shot, ()) if cell.seed == 0 and cell.method in shown]
 
 
 # -- measuring

@@ -97,11 +97,11 @@ and the stored bytes.
     "base": """
 ## A base model
 
-`python examples/static/evaluation.py FOLDER --base` measures Gemma 3 270M, which has no chat
-template, in the same few-shot tasks, with one seed ([cells](data/static-cells-base.jsonl)). Its
-blocks end in a scale, and the fit changes the MLP's matrices, as in other models. The table shows
-the percentage of right answers, as above; the mean share of tokens at which the patched model's
-first choice is that of the model with the context; and the CPU seconds of a fit, with its answers.
+Gemma 3 270M has no chat template, and its blocks end in a scale. It is measured on the few-shot
+tasks, with one seed ([cells](data/static-cells-base.jsonl)), by `PYTHONPATH=build/peft build/python
+examples/static/evaluation.py FOLDER --base`. The table shows the percentage of right answers, as
+above; the percentage of tokens at which the patched model and the model with the context have the
+same first choice; and the CPU seconds of a fit, with its answers.
 """,
 }
 
@@ -236,7 +236,7 @@ def base_table(entries: Sequence[Entry]) -> str:
         cells = [*(shown(found, right) for found in own.values()), shown(own["static patch"], same)]
         return [name, *cells, f"{seconds:.0f}"]
 
-    rows = [*(row(task, task=task) for task in tasks), row("mean")]
+    rows = [*(row(task, task=task) for task in tasks), row(f"mean of {len(tasks)}")]
     return table(["task", *methods, "same tokens", "CPU seconds"], rows)
 
 

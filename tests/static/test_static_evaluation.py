@@ -73,3 +73,14 @@ def test_cells_of_each_kind_and_a_page(tmp_path: Path, monkeypatch: pytest.Monke
     text = (tmp_path / "static-results.md").read_text()
     assert all(f"\n## {title}\n" in text for title in ("Few-shot tasks", "Chats", "Facts", "Cost"))
     assert (tmp_path / "pictures" / "static-front.png").stat().st_size > 5000
+
+    tokenizer.chat_template = None
+    base = evaluation.Subject(model, tokenizer, steps=2)
+    wanted, out = evaluation.base_cells(("upper",)), tmp_path / "base.jsonl"
+    evaluation.run(base, wanted, out)
+    entries = page.read(out)
+    assert [e["method"] for e in entries] == [evaluation.NONE, evaluation.CONTEXT, evaluation.OURS]
+    assert "chat" not in entries[0]["unrelated"] and entries[0]["unrelated"].keys() >= {"code"}
+    text = page.page(page.read(tmp_path / "cells.jsonl"), entries)
+    rows = text.partition("\n## A base model\n")[2].splitlines()
+    assert [row.split(" | ")[0] for row in rows[-2:]] == ["| upper", "| mean of 1"]
