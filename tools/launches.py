@@ -62,9 +62,9 @@ def steps(shape: RandomModel, update: str) -> dict[str, int]:
         mask = torch.ones_like(ids).bool()
         state = start_decoding(patcher.attached_model, plan, ids, mask, 16, reserve=False)
         use_reusable_step(patcher.plans, state, traced=False)
-        run: Any = state.run
         for token in (5, 6):
             decode_one_token(state, ids.new_full((1,), token))
+        run: Any = state.run
         counts[f"`{update}`, the model's own code"] = operators(run.own_code)
         counts[f"`{update}`, its program"] = operators(run._run_program)
     return counts

@@ -48,14 +48,15 @@ def result(patcher: ContextPatcher, rows: int) -> str:
         warnings.simplefilter("always", SlowerStepsWarning)
         state = start_decoding(attached, plan, ids[:, :CONTEXT], mask, CAPACITY, reserve=False)
         use_program(patcher.plans, state)
-        run = state.run
         for column in range(CONTEXT - 1, CONTEXT - 1 + STEPS):
+            state.advance(ids[:, column])
+            assert state.run is not None
+            found = tree_leaves(state.run().parts)
+            run = state.run  # the first step has compared two caches
             if not isinstance(run, RecordedStep):
                 break
-            state.advance(ids[:, column])
             # the model's own code, on the same cache: it writes the same column again
-            pair = [tree_leaves(step().parts) for step in (run.own_code, run)]
-            for expected, got in zip(*pair, strict=True):
+            for expected, got in zip(tree_leaves(run.own_code().parts), found, strict=True):
                 if isinstance(expected, Tensor) and not same_bits(expected, got):
                     return f"other bits in step {state.steps}"
         if isinstance(run, RecordedStep) and run.program is not None:

@@ -127,6 +127,8 @@ class OperatorRecorder(TorchDispatchMode):
     Attributes:
         values: what they made, which stays alive: no other tensor gets its memory.
         written: the memory that an operator wrote into.
+        constant: the memory that depends on nothing from before the step: its numbers are the same
+            in every step, so the host may read them.
     """
 
     def __init__(self) -> None:
@@ -134,6 +136,8 @@ class OperatorRecorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.values: list[Tensor] = []
         self.written: set[int] = set()
+        self.constant: set[int] = set()
+        self._alive: list[Tensor] = []  # made of the host's numbers, as ``torch.tensor`` does
         self._number: dict[tuple[int, torch.dtype], int] = {}
         self._made: set[int] = set()  # the values' memory
 
@@ -142,14 +146,18 @@ class OperatorRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if not isinstance(function, OpOverload) or _reads_numbers(function, args):
+        given = {memory_of(x) for x in tensors_in((args, kwargs))}
+        if function is torch.ops.aten.lift_fresh.default:
+            self._alive.append(result)
+            self.constant |= given
+        known = isinstance(function, OpOverload)
+        if not known or (_reads_numbers(function, args) and not given <= self.constant):
             raise RuntimeError(f"it reads a tensor's numbers on the host ({function})")
         if _is_random(function, args, kwargs):
             raise RuntimeError(f"it draws random numbers ({function})")
         if any(x.is_conj() or x.is_neg() for x in tensors_in((args, kwargs, result))):
             raise RuntimeError(f"it reads or makes a view with other numbers ({function})")
         several = isinstance(result, (tuple, list))
-        given = {memory_of(x) for x in tensors_in((args, kwargs))}
         arguments, keywords = self.known(args), self.known(kwargs)
         made = tuple(self._keep(x, given) for x in (result if several else (result,)))
         call = Call(function, arguments, keywords, made, several)
@@ -158,6 +166,9 @@ class OperatorRecorder(TorchDispatchMode):
             for argument in function._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self.written |= {memory_of(x) for x in tensors_in(named.get(argument.name))}
+            self.constant -= self.written
+        elif given <= self.constant:
+            self.constant |= {memory_of(x) for x in tensors_in(result)}
         if call.writes or any(number is not None for number in made):
             self.calls.append(call)
         return result

@@ -5,13 +5,15 @@ The step reads and writes fixed buffers, so it serves later tokens and later con
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import Cache
 
+from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.captured_step import CapturedStep
-from icl_patch.generation.decode_step import DecodeStep, RunStep
+from icl_patch.generation.decode_step import DecodeStep, RunStep, StepOutput
 from icl_patch.generation.decoding import DecodeState
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.recorded_step import RecordedStep, warn_slower
@@ -21,6 +23,7 @@ from icl_patch.layers.attachment import WaitingForward, below_passes
 from icl_patch.layers.device_hooks import has_accelerate_hooks, input_device
 from icl_patch.layers.patched_module import with_base
 from icl_patch.models import kv_cache
+from icl_patch.models.language_model import chooses_tokens
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel
 
@@ -49,9 +52,14 @@ class ReusableStep:
         traced: whether it is traced and compiled, or recorded as a program.
         on_source: gets the source of a program, see :class:`RecordedStep`.
 
+    Attributes:
+        is_proven: whether its first token had the logits of a step in a growing cache.
+
     Raises:
         UnsupportedModelError: the model's cache cannot be put in place.
     """
+
+    is_proven = False
 
     def __init__(
         self,
@@ -112,8 +120,10 @@ def bucketed_capacity(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def check_compilable(attached: AttachedModel) -> None:
-    """Raises UnsupportedModelError unless a step of the model can be made once."""
+def check_compilable(attached: AttachedModel, *, traced: bool) -> None:
+    """Raises UnsupportedModelError unless a step of the model can be made once: ``traced`` and
+    compiled, or recorded as a program.
+    """
     model, blocks, exact = attached.model, attached.blocks, attached.update == "exact"
     device = input_device(model)
     reasons = {
@@ -129,8 +139,10 @@ def check_compilable(attached: AttachedModel) -> None:
             device.type == "cuda" and exact and any(block.experts for block in blocks)
         ),
         "exact steps of blocks that go on from their sum, which a tensor of another type reports": (
-            exact and any(block.spec.continues_after_sum for block in blocks)
+            traced and exact and any(block.spec.continues_after_sum for block in blocks)
         ),
+        "it attends to the tokens that score highest, and of equal scores a cache with room for"
+        " more tokens may choose others": chooses_tokens(model),
         "weights made in inference mode": any(x.is_inference() for x in model.parameters()),
     }
     for reason, holds in reasons.items():
@@ -159,7 +171,7 @@ def use_program(plans: StepPlans, state: DecodeState) -> Callable[[], None] | No
 
 def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
     """Raises UnsupportedModelError unless the steps of a context can run as a program."""
-    check_compilable(attached)
+    check_compilable(attached, traced=False)
     for path, module in attached.model.named_modules():
         for part in with_base(module):
             forward = below_passes(part)
@@ -181,6 +193,34 @@ def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
         )
 
 
+def _first_run(
+    plans: StepPlans, step: ReusableStep, state: DecodeState, growing: DecodeStep
+) -> StepOutput:
+    """Run a new step's first token, and compare its logits with those of the ``growing`` step,
+    whose cache has no empty columns. A program with other logits is given up for that step.
+
+    Raises:
+        UnsupportedModelError: they do, and the step is compiled.
+    """
+    output, attached = step.run(), plans.attached
+    growing.inputs.advance(step.inputs.current[: growing.batch, 0])
+    expected = growing()
+    error = float(metrics.linf(output.logits, expected.logits).max())
+    limit = 0.0 if growing.plan.keeps_bits else attached.replay_limit
+    step.is_proven = error <= limit or not metrics.all_finite(expected.logits)
+    if step.is_proven:
+        state.run = step.run
+        return output
+    reason = f"its logits change by {error:.1g} in a cache with room for more tokens"
+    if isinstance(step.run, RecordedStep):
+        warn_slower(attached.model, step.inputs.current.device, reason)
+        plans.sources.append(None)
+        state.run, state.inputs = growing, growing.inputs
+        return expected
+    name = type(attached.model).__name__
+    raise UnsupportedModelError(f"compile does not cover {name}: {reason}")
+
+
 def use_reusable_step(plans: StepPlans, state: DecodeState, *, traced: bool) -> Callable[[], None]:
     """Let a context's steps run as a program, or ``traced`` and compiled; the step is taken from
     ``plans``, or made.
@@ -198,11 +238,12 @@ def use_reusable_step(plans: StepPlans, state: DecodeState, *, traced: bool) -> 
     if step is None:
         step = ReusableStep(state, capacity, traced=traced, on_source=plans.sources.append)
     step.start_from(state.inputs)
-    state.run, state.inputs = step.run, step.inputs
+    growing, state.inputs = state.run, step.inputs
+    state.run = step.run if step.is_proven else partial(_first_run, plans, step, state, growing)
 
     def release() -> None:
         # If a generation is abandoned, the garbage collector runs this in any thread: do not wait.
-        if attached.is_attached:
+        if attached.is_attached and step.is_proven:
             kept[key] = step
         for oldest in list(kept)[:-_KEPT_STEPS]:
             kept.pop(oldest, None)

@@ -48,7 +48,7 @@ class Simplified:
         self._instead: dict[int, View | Tensor] = {}
         # of values that others were put together in: where each begins that is not the same always
         self._parts: dict[int, list[tuple[int, View]]] = {}
-        self._constant: set[int] = set()  # memory of what is the same in every step
+        self._constant = {*recorder.constant}  # memory of what is the same in every step
         self._before: dict[Any, Call] = {}
         simplified = (call for x in recorder.calls for call in self._simplified(x))
         calls = grouped(simplified, self._is_written)

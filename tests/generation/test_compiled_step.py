@@ -323,8 +323,8 @@ def test_what_cannot_be_compiled() -> None:
 
 def test_no_cuda_graph_holds_exact_steps_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     with ContextPatcher(tiny_models.build("qwen2_moe")) as patcher:
-        reusable_step.check_compilable(patcher.attached_model)
+        reusable_step.check_compilable(patcher.attached_model, traced=False)
         monkeypatch.setattr(reusable_step, "input_device", lambda _: torch.device("cuda"))
         refusal = "exact steps with experts as a CUDA graph"
         with pytest.raises(UnsupportedModelError, match=refusal):
-            reusable_step.check_compilable(patcher.attached_model)
+            reusable_step.check_compilable(patcher.attached_model, traced=False)

@@ -12,13 +12,15 @@ import pytest
 import torch
 from support.numeric import replay_error
 from support.patchers import IDS
-from support.random_models import build, ragged, shallow, tokens
+from support.random_models import build, ragged, randomised, shallow, tokens
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import DogeConfig, DogeForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from icl_patch import ContextPatcher, ops
-from icl_patch.errors import SlowerStepsWarning
+from icl_patch.errors import SlowerStepsWarning, UnsupportedModelError
 from icl_patch.generation.decode_step import StepOutput
 from icl_patch.generation.decoding import DecodeState, decode_one_token, start_decoding
 from icl_patch.generation.loop import GenerationStep
@@ -69,11 +71,12 @@ def test_a_program_has_every_bit_of_the_models_own_code(family: str, update: str
         with ContextPatcher(model, update) as patcher, torch.no_grad():
             state = state_of(patcher, ids[:, :8], ragged(3, 8, side="left"))
             assert use_program(patcher.plans, state) is not None
-            recorded = state.run
-            assert isinstance(recorded, RecordedStep)
             for column in range(7, 15):
                 state.advance(ids[:, column])
-                found = leaves(recorded())  # first: the model's own code writes the cache too
+                assert state.run is not None
+                found = leaves(state.run())  # first: the model's own code writes the cache too
+                recorded = state.run
+                assert isinstance(recorded, RecordedStep)
                 assert all_bits(found, leaves(recorded.own_code()))
             assert recorded.program is not None
             assert recorded._run == recorded._run_program
@@ -185,14 +188,16 @@ class _Numbered(nn.Module):
 
 
 class _Counter:
-    """Scales by a number that the host counts."""
+    """Scales by half the number of calls before, which the host counts: the first step makes two
+    calls.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         self.calls += x.shape[1] == 1
-        return x * (1 + self.calls / 8)
+        return x * (1 + (self.calls - 1) // 2 / 8)
 
 
 PLANTED = {
@@ -226,6 +231,46 @@ def test_what_a_program_cannot_hold_runs_as_before(name: str) -> None:
             assert patcher.step_source is None
     if name != "random numbers":
         assert torch.allclose(*logits, rtol=0, atol=1e-5 * float(logits[0].abs().max()))
+
+
+@pytest.mark.parametrize("update", ["exact", "stable"])
+def test_logits_that_depend_on_the_columns_of_the_cache(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step runs in a cache with room for later tokens, whether it is recorded or compiled."""
+    mask_of, rotate = modeling_llama.create_causal_mask, LlamaRotaryEmbedding.forward
+    columns: list[int] = []
+
+    def create_causal_mask(*args: Any, attention_mask: Tensor, **kwargs: Any) -> Any:
+        columns[:] = attention_mask.shape[1:]
+        return mask_of(*args, attention_mask=attention_mask, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return tuple(x * columns[0] ** 0.5 for x in rotate(*args, **kwargs))
+
+    reason = "in a cache with room for more tokens"
+    with ContextPatcher(build("llama"), update) as patcher:
+        # after attaching, which would refuse it
+        monkeypatch.setattr(modeling_llama, "create_causal_mask", create_causal_mask)
+        monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+        wanted = steps_of(patcher, compile=False)
+        with pytest.warns(SlowerStepsWarning, match=reason):
+            found = steps_of(patcher)
+        assert patcher.step_source is None and not patcher.plans.reusable_steps
+        with pytest.raises(UnsupportedModelError, match=f"compile does not cover .*{reason}"):
+            steps_of(patcher, compile=True)
+    for step, other in zip(found, wanted, strict=True):
+        assert torch.equal(step.logits, other.logits)
+
+
+def test_a_model_that_chooses_tokens_has_no_program() -> None:
+    """Of equal scores a longer cache may choose others, in any step."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = DogeConfig(**sizes, num_attention_heads=4, keep_window_size=6)
+    with ContextPatcher(randomised(DogeForCausalLM, config), "stable") as patcher:
+        with pytest.warns(SlowerStepsWarning, match="tokens that score highest"):
+            steps_of(patcher, context_ids=IDS % 64, mode="two_stream")
+        assert patcher.step_source is None
 
 
 class _Scaled(nn.Module):
@@ -270,10 +315,10 @@ def test_other_weights_and_autocast_between_two_steps() -> None:
     with ContextPatcher(model, "stable") as patcher, torch.no_grad():
         state = state_of(patcher, IDS, torch.ones_like(IDS, dtype=torch.bool))
         assert use_program(patcher.plans, state) is not None
-        recorded = state.run
-        assert isinstance(recorded, RecordedStep)
         for column in range(3):
             decode_one_token(state, IDS[:, column])
+        recorded = state.run
+        assert isinstance(recorded, RecordedStep)
         plain = leaves(recorded())
         with torch.autocast("cpu", torch.bfloat16):
             wanted = recorded.own_code().logits
@@ -377,6 +422,27 @@ def test_what_only_looks_like_numbers_of_the_host() -> None:
         assert torch.equal(program.leaf(program(), 0), step())
     with pytest.raises(RuntimeError, match="draws random numbers"):
         program_of(lambda: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
+
+
+def test_the_host_may_read_what_is_the_same_in_every_step() -> None:
+    """Gemma 3n computes a quantile of a number. A tensor that was written is no longer constant."""
+    x = torch.randn(4)
+
+    def constant() -> Tensor:
+        normal = torch.distributions.Normal(0.0, 1.0, validate_args=True)
+        number = normal.icdf(torch.tensor(0.9))
+        return x * number if number.item() > 1 else x
+
+    def written() -> Tensor:
+        number = torch.zeros(4).copy_(x)
+        return x * number[0].item()
+
+    program = program_of(constant, x=x)
+    assert torch.equal(program.leaf(program(), 0), constant())
+    assert len(lines_of(program)) == 1  # the product alone
+    for step in (written, lambda: x * (x + 1)[0].item(), lambda: x * x[0].item()):
+        with pytest.raises(RuntimeError, match="reads a tensor's numbers"):
+            program_of(step, x=x)
 
 
 def test_parts_of_other_dtypes() -> None:
