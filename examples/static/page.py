@@ -101,8 +101,7 @@ Gemma 3 270M has no chat template, and its blocks end in a scale. It is measured
 tasks, with one seed ([cells](data/static-cells-base.jsonl)), by `PYTHONPATH=build/peft build/python
 examples/static/evaluation.py FOLDER --base`. The table shows the percentage of right answers, as
 above; the percentage of tokens at which the patched model and the model with the context have the
-same first choice; and the CPU seconds of a fit, with its answers. Tasks without a row are not
-measured yet.
+same first choice; and the CPU seconds of a fit, with its answers.
 """,
 }
 
