@@ -23,8 +23,8 @@ may compute several of them, together with the norm or the product beside them::
     ops.record_linear    reader_update, add_rank_one
     ops.record_norm      stable_scale, read_direction, add_rank_one
 
-``tests/recording/test_block_math.py`` compares these ops with the functions. Nothing else computes
-an update. The patched modules (:mod:`icl_patch.layers`) apply it.
+``tests/ops`` compares these ops with the ones that the functions call. Nothing else computes an
+update. The patched modules (:mod:`icl_patch.layers`) apply it.
 
 Shapes: ``...`` tokens, ``d`` residual width, ``K`` and ``N`` the features that a matrix takes and
 gives, ``I`` inner width of the MLP, ``k`` active experts. Results are in the accumulation dtype,

@@ -5,11 +5,10 @@ never a stored output.
 import pytest
 import torch
 import torch.nn.functional as F
-from support.numeric import UNIT, every_dtype, within_roundings
+from support.numeric import UNIT, within_roundings
 from support.quantised import Int8Linear
 from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
@@ -57,6 +56,12 @@ def is_patched_sum(got: Tensor, *parts: Tensor | float) -> bool:
     return within_roundings(got, patched_sum(*parts), 2 * K + 4, size)
 
 
+def patched_norm() -> PatchedRMSNorm:
+    base = LlamaRMSNorm(K, eps=1e-3)
+    nn.init.normal_(base.weight, 0, 0.7)
+    return PatchedRMSNorm(base, scale_offset=0.0, cast_first=True)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
@@ -81,39 +86,17 @@ def test_a_patch_per_row(name: str, rows: tuple[int, ...]) -> None:
             assert is_patched_sum(layer(part), part, *matrix(base), u[0], v[0])
 
 
-@every_dtype
-def test_the_output_is_rounded_once_to_the_wanted_dtype(dtype: torch.dtype) -> None:
-    base, z = nn.Linear(K, N).to(dtype), torch.randn(5, K).to(dtype)
-    u, v = torch.randn(5, N, dtype=torch.float64), torch.randn(5, K, dtype=torch.float64)
-    layer = PatchedLinear(base)
-    wide = F.linear(z, base.weight, base.bias).double() + (z.double() * v).sum(1, keepdim=True) * u
-    layer.set_patch(u, v)
-    layer.out_dtype = torch.float64
-    size = (z.double() * v).abs().sum(1, keepdim=True) * u.abs() + wide.abs()
-    assert within_roundings(layer(z), wide, 2 * K, size)
-    layer.set_patch(u, v)
-    assert layer(z).dtype == dtype
-    assert metrics.linf(layer(z), wide).max() <= torch.finfo(dtype).eps
-
-
-def test_train_and_eval_reach_the_base() -> None:
-    base = nn.Linear(K, N)
-    layer = PatchedLinear(base)
-    layer.eval()
-    assert not base.training
-    layer.train()
-    assert base.training
-
-
-def test_factors_follow_to_another_device_and_keep_their_dtype() -> None:
+def test_the_base_follows_in_mode_and_dtype_and_the_factors_to_another_device() -> None:
     layer = PatchedLinear(nn.Linear(K, N))
+    for mode in (False, True):
+        assert layer.train(mode).base_layer.training == mode
     layer.set_patch(torch.randn(3, N), torch.randn(3, K, dtype=torch.float64))
     layer.to(torch.bfloat16)
     dtypes = [x.dtype for x in (layer.weight, layer.u, layer.v)]
     assert dtypes == [torch.bfloat16, torch.float32, torch.float64]
     layer.to("meta")
     assert layer.weight.device == layer.u.device == layer.v.device == torch.device("meta")
-    norm = patched_norm("llama")
+    norm = patched_norm()
     norm.set_patch(torch.rand(2, K))
     norm.to("meta")
     assert norm(torch.empty(2, K, device="meta")).shape == (2, K)
@@ -139,13 +122,6 @@ class Kept(nn.Linear):
 
     def forward(self, z: Tensor) -> Tensor:
         return F.linear(z, self.copy, self.bias)
-
-
-class Adapted(nn.Linear):
-    """Adds a term of its own."""
-
-    def forward(self, z: Tensor) -> Tensor:
-        return super().forward(z) + z.mean(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -183,7 +159,7 @@ def test_factors_in_another_order_than_the_input(name: str) -> None:
 
 def test_a_patch_of_a_prompts_rows_does_not_last_to_the_next_token() -> None:
     """Nor one of a token's row back; the cures work in both."""
-    layer, norm = PatchedLinear(nn.Linear(K, N)), patched_norm("llama")
+    layer, norm = PatchedLinear(nn.Linear(K, N)), patched_norm()
     prompt, token = torch.randn(1, 5, K), torch.randn(1, 1, K)
     u, v, scale = torch.randn(1, 5, N), torch.randn(1, 5, K), torch.rand(1, 5, K)
     for call, other, one in ((prompt, token, slice(5)), (token, prompt, slice(1))):
@@ -208,7 +184,7 @@ def test_a_patch_of_a_prompts_rows_does_not_last_to_the_next_token() -> None:
 @pytest.mark.parametrize("patched", [False, True])
 def test_the_input_under_its_own_name(patched: bool) -> None:
     linear, conv = PatchedLinear(nn.Linear(K, N)), PatchedLinear(Conv1D(N, K))
-    norm = patched_norm("llama")
+    norm = patched_norm()
     z = torch.randn(2, 3, K)
     if patched:
         for layer in (linear, conv):
@@ -230,7 +206,7 @@ def test_what_cannot_be_merged() -> None:
     hooked.register_forward_hook(lambda _module, _args, out: 2 * out)
     with pytest.raises(TypeError, match="Linear without hooks and with its own forward"):
         PatchedLinear(hooked).merge()
-    for kind in (Doubled, Kept, Adapted):
+    for kind in (Doubled, Kept):
         with pytest.raises(TypeError, match=rf"got \S+{kind.__name__}, which computes"):
             PatchedLinear(kind(K, N)).merge()
     for base in (nn.Linear(K, N).to(torch.float8_e4m3fn), Int8Linear(nn.Linear(K, N))):
@@ -258,7 +234,8 @@ def test_compiles_without_a_graph_break(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_hooks_on_the_base_still_run(patched: bool) -> None:
+def test_hooks_and_another_forward_of_the_base_still_run(patched: bool) -> None:
+    """Offloading libraries replace ``forward`` on the instance."""
     base, z = nn.Linear(K, N), torch.randn(3, K, requires_grad=True)
     plain = base(z)
     seen = []
@@ -273,55 +250,17 @@ def test_hooks_on_the_base_still_run(patched: bool) -> None:
     assert len(seen) == 1
     out.sum().backward()
     assert torch.equal(seen[1], torch.ones(3, N))
-
-
-def test_a_forward_that_the_base_was_given_still_runs() -> None:
-    """Off-loading libraries replace ``forward`` on the instance."""
-    base, z = nn.Linear(K, N), torch.randn(3, K)
-    plain = base(z)
     base.forward = lambda z: 2 * F.linear(z, base.weight, base.bias)
-    layer = PatchedLinear(base)
-    assert torch.equal(layer(z), 2 * plain)
-    layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K), shared=True)
-    assert torch.equal(layer(z), 2 * plain)
+    assert torch.equal(layer(z), 4 * plain)
 
 
 def test_factors_carry_gradients() -> None:
-    base, z = nn.Linear(K, N), torch.randn(3, K)
-    u, v = torch.randn(1, 2, N, requires_grad=True), torch.randn(1, 2, K, requires_grad=True)
-    layer = PatchedLinear(base)
+    layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(3, K)
+    u, v = (torch.randn(1, 2, size, requires_grad=True) for size in (N, K))
     layer.set_patch(u, v, shared=True)
     layer(z).sum().backward()
-    expected, size = (
-        (x.double().sum(0) @ y[0].double().T)[:, None].expand(2, N)
-        for x, y in ((z, v.detach()), (z.abs(), v.detach().abs()))
-    )
-    assert within_roundings(u.grad[0], expected, 2 * K, size)
-    assert v.grad is not None
-
-
-# -- the norm
-
-NORMS = {
-    "gemma3": (Gemma3RMSNorm, {"scale_offset": 1.0, "cast_first": False}),
-    "llama": (LlamaRMSNorm, {"scale_offset": 0.0, "cast_first": True}),
-}
-
-
-def patched_norm(name: str, dtype: torch.dtype = torch.float32) -> PatchedRMSNorm:
-    kind, options = NORMS[name]
-    base = kind(K, eps=1e-3)
-    nn.init.normal_(base.weight, 0, 0.7)
-    return PatchedRMSNorm(base.to(dtype), **options)
-
-
-def test_a_low_precision_scale_is_applied_in_fp32() -> None:
-    layer, x = patched_norm("gemma3", torch.bfloat16), (3 * torch.randn(50, K)).bfloat16()
-    new_scale = torch.randn(K).bfloat16()
-    layer.set_patch(new_scale.float())
-    expected = layer(x)
-    layer.set_patch(new_scale)
-    assert torch.equal(layer(x), expected)
+    torch.testing.assert_close(u.grad[0], (v @ z.sum(0))[0, :, None].expand(2, N))
+    torch.testing.assert_close(v.grad[0], torch.outer(u.sum(-1)[0], z.sum(0)))
 
 
 # -- errors
@@ -349,16 +288,13 @@ def test_factors_that_do_not_fit(
         layer.set_patch(torch.zeros(3, N), torch.zeros(3, K), shared=True)
 
 
-def test_a_scale_that_does_not_fit() -> None:
-    layer = patched_norm("llama")
+def test_scales_and_modules_that_do_not_fit() -> None:
+    layer = patched_norm()
     for shape in ((K + 1,), (4, 1, K), (3, K), (3, 2, K)):
         layer.set_patch(torch.ones(shape))
         message = r"expected new_scale for the 6 rows of this call, .* for all, \(12,\), got"
         with pytest.raises(ValueError, match=message):
             layer(torch.ones(2, 3, K))
-
-
-def test_only_the_right_modules_can_be_wrapped() -> None:
     with pytest.raises(TypeError, match="not patched yet, got PatchedLinear"):
         PatchedLinear(PatchedLinear(nn.Linear(K, N)))
     for base in (nn.Linear(K, N), nn.Identity()):

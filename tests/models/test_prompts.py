@@ -29,21 +29,13 @@ STRICT_QWEN = (
     "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
     "{{ raise_exception('No user query found') }}{% endif %}" + SMOLLM2
 )
-_GEMMA = (
-    "{% set name = 'model' if m.role == 'assistant' else m.role %}"
-    "{{ '<turn>' + name + '\n' + (front if loop.first else '') + m.content | trim + '</turn>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
-)
-GEMMA2 = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% set front = '' %}{% for m in messages %}" + _GEMMA
-)
-GEMMA3 = (
+GEMMA = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}"
     "{% set front = messages[0].content + '\n\n' %}{% set turns = messages[1:] %}"
     "{% else %}{% set front = '' %}{% set turns = messages %}{% endif %}{% for m in turns %}"
-    + _GEMMA
+    "{% set name = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<turn>' + name + '\n' + (front if loop.first else '') + m.content | trim + '</turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
 )
 MISTRAL = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
@@ -97,7 +89,7 @@ SYSTEM_CASES = {  # template: what stands before the kept text, the kept text, w
         chatml("system You are SmolLM.", ASK),
     ),
     "gemma 3": (
-        GEMMA3,
+        GEMMA,
         f"<bos><turn>user\n{SYSTEM}\n\n",
         GEMMA_END,
         f"<bos><turn>user\n{GEMMA_END}",
@@ -137,8 +129,7 @@ CONTEXT_CASES = {
         "<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n Two moons. ",
         f"{QUESTION} <|im_end|>\n<|im_start|>assistant\n",
     ),
-    "gemma 2": (GEMMA2, "<bos><turn>user\nTwo moons. ", GEMMA_END),
-    "gemma 3": (GEMMA3, "<bos><turn>user\nTwo moons. ", GEMMA_END),
+    "gemma 3": (GEMMA, "<bos><turn>user\nTwo moons. ", GEMMA_END),
     "mistral": (MISTRAL, "<bos>[INST]  Two moons. ", f"{QUESTION} [/INST]"),
     "stripping": (STRIPPING, "Two moons. ", f"{QUESTION}|"),
 }
@@ -162,7 +153,7 @@ def test_chats_of_several_turns() -> None:
     prompt = make_prompt(tokenizer_with(SMOLLM2), TURNS, context="Be brief. ")  # a chat by itself
     assert prompt.with_context[prompt.kept :] == ask.removeprefix("<|im_start|>user\n")
     assert prompt.without == chatml("system You are SmolLM.", "user Hi", "assistant Hello.", ASK)
-    prompt = make_prompt(tokenizer_with(GEMMA3), TURNS, system=SYSTEM)
+    prompt = make_prompt(tokenizer_with(GEMMA), TURNS, system=SYSTEM)
     assert prompt.with_context[prompt.kept :] == (
         f"Hi</turn>\n<turn>model\nHello.</turn>\n<turn>user\n{GEMMA_END}"
     )
@@ -251,7 +242,8 @@ REFUSED = {
     "empty question": (SMOLLM2, {"question": [], "system": "a"}, "at least one token each"),
     "no template": (None, {"question": "q", "system": "a"}, "with a chat template, .* has none"),
     "no system role": (
-        GEMMA2,
+        "{% if messages[0].role == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}" + SMOLLM2,
         {"question": "q", "system": "a"},
         "messages of system, user, got one that refuses them: System role not supported. Give the"
         r" system message as the context of a chat, context=\.\.\. with chat=True",

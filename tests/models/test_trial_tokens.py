@@ -1,7 +1,7 @@
 """Trials of a model run on tokens as texts have them, behind the one that stands before each."""
 
 import inspect
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
@@ -78,34 +78,8 @@ def test_no_token_without_a_position() -> None:
     assert not (trial_tokens(model, 2000, 0) == BOS).any()
 
 
-def _attached(model: PreTrainedModel) -> None:
-    with ContextPatcher(model) as patcher:
-        assert patcher.attached_model.takes_padding
-        for update in ("exact", "stable"):
-            patcher.attached_model.update = update
-            patcher.plans.clear()
-            for mode in ("shared_cache", "two_stream"):
-                patcher.plans.choose(mode)
-
-
-def _others(model: PreTrainedModel) -> None:
-    find_matrices(model, ["mlp"])
-    with fold(model):
-        pass
-    with batch_invariant(model):
-        pass
-
-
-TRIALS: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "attaching and steps": _attached,
-    "batch invariance, norms, matrices": _others,
-}
-
-
-@pytest.mark.parametrize("trial", TRIALS)
-def test_every_trial_begins_with_the_first_token(
-    trial: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@torch.no_grad()
+def test_every_trial_begins_with_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls of several tokens a row; kept tokens alone have none of their own."""
     model, own = with_bos(build("llama")), LlamaForCausalLM.forward
     first: list[torch.Tensor] = []
@@ -120,9 +94,20 @@ def test_every_trial_begins_with_the_first_token(
 
     watched.__signature__ = inspect.signature(own)
     monkeypatch.setattr(LlamaForCausalLM, "forward", watched)
-    with torch.no_grad():
-        TRIALS[trial](model)
-    assert first and (torch.cat(first) == BOS).all()
+    with ContextPatcher(model) as patcher:
+        assert patcher.attached_model.takes_padding
+        for update, mode in itertools.product(("exact", "stable"), ("shared_cache", "two_stream")):
+            patcher.attached_model.update = update
+            patcher.plans.clear()
+            patcher.plans.choose(mode)
+    of_patcher = len(first)
+    find_matrices(model, ["mlp"])
+    with fold(model):
+        of_matrices = len(first)
+    with batch_invariant(model):
+        pass
+    assert 0 < of_patcher < of_matrices < len(first)
+    assert (torch.cat(first) == BOS).all()
 
 
 def drowned() -> PreTrainedModel:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -26,33 +26,22 @@ Calls = dict[str, list[Tensor]]
 def watched(model: nn.Module) -> Iterator[Calls]:
     """The first output of every call of each module in a block, of the block and of the head."""
     calls: Calls = defaultdict(list)
-    handles = []
-    for path, module in model.named_modules():
-        if path.startswith((BLOCK, "lm_head", "model.norm")):
+    with ExitStack() as handles:
+        for path, module in model.named_modules():
+            if path.startswith((BLOCK, "lm_head", "model.norm")):
 
-            def keep(_module: nn.Module, _args: Any, out: Any, path: str = path) -> None:
-                calls[path.removeprefix(f"{BLOCK}.")].append(
-                    (out[0] if isinstance(out, tuple) else out).detach().clone()
-                )
+                def keep(_module: nn.Module, _args: Any, out: Any, path: str = path) -> None:
+                    calls[path.removeprefix(f"{BLOCK}.")].append(
+                        (out[0] if isinstance(out, tuple) else out).detach().clone()
+                    )
 
-            handles.append(module.register_forward_hook(keep))
-    try:
+                handles.enter_context(module.register_forward_hook(keep))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def off(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest element."""
     return float((found - expected[:, -found.shape[1] :]).abs().max() / expected.abs().max())
-
-
-def unmodified(model: nn.Module) -> Calls:
-    """What hooks see on a model that is attached to nothing, with the context."""
-    with watched(model) as calls, torch.no_grad():
-        model(WHOLE)
-    return dict(calls)
 
 
 # Where a run with the patch has other values than the context's, whenever the hook was set.
@@ -67,7 +56,8 @@ READERS = ["mlp.gate_proj", "mlp.up_proj"]
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_hooks_see_in_each_run(family: str, update: str) -> None:
     model: Any = tiny_models.build(family)
-    expected = unmodified(model)
+    with watched(model) as expected, torch.no_grad():  # attached to nothing, with the context
+        model(WHOLE)
     with watched(model) as before, ContextPatcher(model, update) as patcher:
         # with the context: a call of the model, also with a patcher, and hooks set at any time
         before.clear()
@@ -137,46 +127,37 @@ def test_generate_shows_each_step_three_times() -> None:
     assert found == [1 + 4, 1 + 4 + 3]
 
 
-def test_forward_says_how_to_read_hidden_states() -> None:
-    model = tiny_models.build("llama")
-    with ContextPatcher(model) as patcher:
-        patch = patcher.compute(CONTEXT, KEPT)
-        message = r"with patcher\.applied\(patch, token=None\): model\(patch\.kept_ids, .* returns"
-        with pytest.raises(TypeError, match=message):
-            patcher.forward(KEPT, patch, output_hidden_states=True)
-        with patcher.applied(patch, token=None), torch.no_grad():
-            out = model(KEPT, position_ids=patch.position_ids, output_hidden_states=True)
-    with torch.no_grad():
-        expected = model(WHOLE, output_hidden_states=True).hidden_states
-    assert torch.equal(out.logits, patch.logits)
-    for found, with_context in zip(out.hidden_states, expected, strict=True):
-        assert off(found, with_context) <= NEAR
-
-
 @pytest.mark.parametrize(("family", "keep_first"), [("llama", 0), ("gpt2", 2), ("mixtral", 2)])
 def test_a_call_with_an_applied_patch_is_a_replay(family: str, keep_first: int) -> None:
-    """For tools that call the model; what they change there changes no later replay."""
+    """For tools that call the model, and to read hidden states; what they change there changes no
+    later replay.
+    """
     model: Any = tiny_models.build(family)
     with ContextPatcher(model) as patcher, torch.no_grad():
         patch = patcher.compute(CONTEXT, KEPT, keep_first=keep_first)
-        inputs: dict[str, Any] = {"position_ids": patch.position_ids}
+        message = r"with patcher\.applied\(patch, token=None\): model\(patch\.kept_ids, .* returns"
+        with pytest.raises(TypeError, match=message):
+            patcher.forward(KEPT, patch, output_hidden_states=True)
+        inputs: dict[str, Any] = {"position_ids": patch.position_ids, "output_hidden_states": True}
         if keep_first:
             front = model(patch.prefix_ids, use_cache=True)
             inputs[cache_name(model)] = cache_in(front)
         with patcher.applied(patch, token=None) as changed:
-            logits = changed(patch.kept_ids, **inputs).logits
-        assert torch.equal(logits, patch.logits)
-        handle = model.lm_head.register_forward_hook(lambda _module, _args, out: 0 * out)
-        with (
-            pytest.raises(UnsupportedModelError, match="the patch was computed with, got others"),
-            patcher.applied(patch, token=None),
-        ):
+            out = changed(patch.kept_ids, **inputs)
+        assert torch.equal(out.logits, patch.logits)
+        with_context = model(WHOLE, output_hidden_states=True).hidden_states
+        for found, expected in zip(out.hidden_states, with_context, strict=True):
+            assert off(found, expected) <= NEAR
+
+        def zero_logits() -> Any:
+            return model.lm_head.register_forward_hook(lambda _module, _args, out: 0 * out)
+
+        others = r"the patch was computed with, got others"
+        refusal = pytest.raises(UnsupportedModelError, match=others)
+        with zero_logits(), refusal, patcher.applied(patch, token=None):
             pass
-        handle.remove()
-        with patcher.applied(patch, token=None) as changed:
-            handle = model.lm_head.register_forward_hook(lambda _module, _args, out: 0 * out)
+        with patcher.applied(patch, token=None) as changed, zero_logits():
             assert not changed(KEPT, position_ids=patch.position_ids).logits.any()
-            handle.remove()
         assert torch.equal(patcher.forward(KEPT, patch), patch.logits)
 
 
@@ -185,18 +166,14 @@ def test_where_a_call_is_no_replay_it_is_refused_with_what_to_do() -> None:
     model = tiny_models.build("gemma3")
     with ContextPatcher(model) as patcher:
         patch = patcher.compute(CONTEXT, KEPT, keep_first=1)
-        message = r"such a call is off by .* Call patcher\.forward, with hooks to read activations"
-        with (
-            pytest.raises(UnsupportedModelError, match=message),
-            patcher.applied(patch, token=None),
-        ):
-            pass
         part = patch.select(tokens=slice(1, None))
-        with (
-            pytest.raises(ValueError, match="with all its layers and its first tokens"),
-            patcher.applied(part, token=None),
+        call = r"such a call is off by .* Call patcher\.forward, with hooks to read activations"
+        for given, error, message in (
+            (patch, UnsupportedModelError, call),
+            (part, ValueError, "with all its layers and its first tokens"),
         ):
-            pass
+            with pytest.raises(error, match=message), patcher.applied(given, token=None):
+                pass
         with watched(model) as calls:
             patcher.forward(KEPT, patch)
         assert torch.equal(calls["lm_head"][-1], patch.logits)

@@ -4,9 +4,10 @@ or it is refused by name.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.patchers import works
 from support.random_models import build, shallow, tokens
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from icl_patch import (
     ContextPatch,
@@ -31,7 +33,11 @@ CONTEXT, KEPT = tokens(0, 2, 6), tokens(1, 2, 2)
 IDS = torch.cat([CONTEXT, KEPT], 1)
 NEAR = noise_limit(0.0)  # of direct and stable replays in fp32, as `verify` promises
 
-Register = Callable[[nn.Module], Any]
+Register = Callable[[nn.Module], AbstractContextManager]  # until the context ends
+
+
+def silent(module: nn.Module) -> RemovableHandle:
+    return module.register_forward_hook(lambda *_: None)
 
 
 def first(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -58,15 +64,14 @@ def before(change: Callable[[Tensor], Tensor]) -> Register:
     return lambda module: module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-class ForwardHandle:
-    """Another forward in a module's place, which can be removed as a hook can."""
-
-    def __init__(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        self._module, own = module, module.forward
-        module.forward = lambda *args, **kwargs: first(own(*args, **kwargs), change)
-
-    def remove(self) -> None:
-        del self._module.forward
+@contextmanager
+def another_forward(module: nn.Module) -> Iterator[None]:
+    own = module.forward
+    module.forward = lambda *args, **kwargs: first(own(*args, **kwargs), lambda x: 1.5 * x)
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 KINDS: dict[str, Register] = {
@@ -79,7 +84,7 @@ KINDS: dict[str, Register] = {
     "tells the first row apart": after(lambda x: torch.cat([x[:1] + 0.3, x[1:]])),
     "tells the last row apart": after(lambda x: torch.cat([x[:-1], x[-1:] + 0.3])),
     "scales long inputs": after(lambda x: 1.5 * x if x.shape[-2] < 5 else x),
-    "another forward": lambda module: ForwardHandle(module, lambda x: 1.5 * x),
+    "another forward": another_forward,
 }
 FEW = ("watches", "adds a vector", "scales", "tells the last row apart")
 
@@ -104,13 +109,9 @@ def with_context(model: Any, register: Register, path: str) -> Tensor:
     tokens in one call.
     """
     ids = IDS % model.config.get_text_config().vocab_size
-    handle = register(model.get_submodule(path))
-    try:
+    with register(model.get_submodule(path)):
         cache = cache_in(model(ids[:, : CONTEXT.shape[1]], use_cache=True))
         return model(ids[:, CONTEXT.shape[1] :], **{cache_name(model): cache}).logits
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def right_or_refused(patcher: ContextPatcher, expected: Tensor, path: str) -> bool:
@@ -151,7 +152,7 @@ def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
     kinds = WATCHED[family, update]
     with ContextPatcher(model, update) as patcher:
         plain = patcher.compute(ids[:, :6], ids[:, 6:]).logits
-        unhooked = with_context(stock, lambda _: None, "")
+        unhooked = with_context(stock, nullcontext, "")
         watching = [KINDS["watches"](model.get_submodule(path)) for path in paths_in(stock)]
         assert right_or_refused(patcher, unhooked, "no module")
         for handle in watching:
@@ -165,9 +166,8 @@ def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
                     expected = with_context(stock, register, path)
                 except (RuntimeError, TypeError, KeyError):  # no hook for such a module
                     continue
-                handle = register(model.get_submodule(path))
-                right = right_or_refused(patcher, expected, path)
-                handle.remove()
+                with register(model.get_submodule(path)):
+                    right = right_or_refused(patcher, expected, path)
                 assert right or kind not in RIGHT.get(update, ()), (path, kind)
             assert torch.equal(patcher.compute(ids[:, :6], ids[:, 6:]).logits, plain)
 
@@ -227,25 +227,19 @@ def test_a_patch_is_replayed_beside_the_hooks_that_it_was_computed_beside(
 
         made = patcher.compute(CONTEXT, KEPT)
         patch, logits = kept(made), made.logits
-        for module in (mlp, mlp.gate_proj, model.model.norm, model):
-            handle = (
-                KINDS["watches"](module)
-                if module is not model
-                else module.register_forward_hook(lambda *_: None)
-            )
-            assert metrics.linf(patcher.forward(KEPT, patch), logits).max() <= NEAR
-            handle.remove()
+        watching = [(KINDS["watches"], module) for module in (mlp, mlp.gate_proj, model.model.norm)]
+        for register, module in (*watching, (silent, model)):
+            with register(module):
+                assert metrics.linf(patcher.forward(KEPT, patch), logits).max() <= NEAR
         for kind in ("adds a vector", "scales", "another forward"):
-            handle = KINDS[kind](mlp)
-            message = "hooks that the patch was computed with, got others on"
-            with pytest.raises(UnsupportedModelError, match=rf"{message} model\.layers\.1\.mlp:"):
+            message = r"the patch was computed with, got others on model\.layers\.1\.mlp:"
+            refusal = pytest.raises(UnsupportedModelError, match=message)
+            with KINDS[kind](mlp), refusal:
                 patcher.forward(KEPT, patch)
-            handle.remove()
             assert torch.equal(patcher.forward(KEPT, patch), logits)
-        handle = KINDS["adds a vector"](mlp)
-        patch = patcher.compute(CONTEXT, KEPT)
-        assert torch.equal(patcher.forward(KEPT, patch), patch.logits)
-        handle.remove()
+        with KINDS["adds a vector"](mlp):
+            patch = patcher.compute(CONTEXT, KEPT)
+            assert torch.equal(patcher.forward(KEPT, patch), patch.logits)
         message = "the patch was computed with, they have been removed: the replay is off by"
         with pytest.raises(UnsupportedModelError, match=message):
             patcher.forward(KEPT, patch)
@@ -255,13 +249,6 @@ def test_a_patch_is_replayed_beside_the_hooks_that_it_was_computed_beside(
 
 
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": None}
-
-
-def said(model: Any, register: Register, path: str) -> list[Tensor]:
-    """What a model of its own says greedily, token by token from the context's last one on."""
-    model = copy.deepcopy(model)
-    register(model.get_submodule(path))
-    return list(own_steps(model, CONTEXT, torch.ones_like(CONTEXT), ARGUMENTS["max_new_tokens"]))
 
 
 @pytest.mark.filterwarnings("ignore::icl_patch.errors.SlowerStepsWarning")
@@ -276,38 +263,27 @@ def test_hooks_and_generation(update: str) -> None:
         for path, kinds in (("model.layers.0.mlp", KINDS), ("model.layers.1.mlp.down_proj", FEW)):
             for kind in kinds:
                 register = KINDS[kind]
-                expected = said(stock, register, path)
-                handle = register(model.get_submodule(path))
+                with register(stock.get_submodule(path)):
+                    expected = list(own_steps(stock, CONTEXT, torch.ones_like(CONTEXT), 3))
                 try:
-                    steps = patcher.generate(CONTEXT, **ARGUMENTS)
-                    for step, logits in zip(steps, expected, strict=True):
-                        assert metrics.linf(step.logits, logits).max() <= NEAR, (path, kind)
+                    with register(model.get_submodule(path)):
+                        steps = patcher.generate(CONTEXT, **ARGUMENTS)
+                        for step, logits in zip(steps, expected, strict=True):
+                            assert metrics.linf(step.logits, logits).max() <= NEAR, (path, kind)
                     right.add(kind)
                 except UnsupportedModelError as error:
                     assert path.rpartition(".mlp")[0] in str(error), error
-                finally:
-                    handle.remove()
         assert {"watches", "adds a vector"} <= right
         steps = patcher.generate(CONTEXT, **ARGUMENTS)
         next(steps)
-        handle = KINDS["scales"](model.model.layers[1].mlp)
         message = r"got new ones on model\.layers\.1\.mlp: generate again, with mode='two_pass'"
-        with pytest.raises(UnsupportedModelError, match=message):
+        refusal = pytest.raises(UnsupportedModelError, match=message)
+        with KINDS["scales"](model.model.layers[1].mlp), refusal:
             next(steps)
-        handle.remove()
         works(patcher)
 
 
 # -- hooks on all modules
-
-
-@contextmanager
-def on_all_modules(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[None]:
-    handle = register(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()
@@ -328,7 +304,7 @@ def test_hooks_on_all_modules(update: str) -> None:
         return 1.01 * out if isinstance(out, Tensor) and out.is_floating_point() else None
 
     with ContextPatcher(model, update) as patcher:
-        with on_all_modules(register_module_forward_pre_hook, named):
+        with register_module_forward_pre_hook(named):
             stock(CONTEXT)
             expected = seen.copy()
             seen.clear()
@@ -336,17 +312,16 @@ def test_hooks_on_all_modules(update: str) -> None:
             assert seen == expected
             works(patcher)
         for hook in (scaled, doubled):
-            with on_all_modules(register_module_forward_hook, hook):
-                expected = with_context(stock, lambda _: None, "model")
+            with register_module_forward_hook(hook):
+                expected = with_context(stock, nullcontext, "model")
                 right = right_or_refused(patcher, expected, "every module (a global hook)")
                 assert right or hook is doubled
         works(patcher)
-        handle = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
         both = r"hooks on model\.layers\.1\.mlp\.up_proj or global forward hooks, got both"
         refusal = pytest.raises(UnsupportedModelError, match=both)
-        with on_all_modules(register_module_forward_pre_hook, named), refusal:
+        own = silent(model.model.layers[1].mlp.up_proj)
+        with own, register_module_forward_pre_hook(named), refusal:
             patcher.compute(CONTEXT, KEPT)
-        handle.remove()
 
 
 def test_what_transformers_leaves_on_a_model_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,19 +330,13 @@ def test_what_transformers_leaves_on_a_model_costs_nothing(monkeypatch: pytest.M
     """
     model: Any = build("llama")
     with ContextPatcher(model) as patcher:
-        replays: list[int] = []
-        replay = patcher.attached_model.replay_logits
-        monkeypatch.setattr(
-            patcher.attached_model,
-            "replay_logits",
-            lambda patch: replays.append(1) or replay(patch),
-        )
+        replay = Mock(wraps=patcher.attached_model.replay_logits)
+        monkeypatch.setattr(patcher.attached_model, "replay_logits", replay)
         with torch.no_grad():
             assert len(model(CONTEXT, output_hidden_states=True).hidden_states) == 4
         assert any(module._forward_hooks for module in model.modules())
         patcher.compute(CONTEXT, KEPT)
-        assert not replays
-        handle = model.model.register_forward_hook(lambda *_: None)
-        patcher.compute(CONTEXT, KEPT)
-        assert len(replays) == 1
-        handle.remove()
+        assert not replay.called
+        with silent(model.model):
+            patcher.compute(CONTEXT, KEPT)
+        assert replay.call_count == 1

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from support.offload import ROOM, WAYS, imported_accelerate, offload, results
 from support.processes import run_python
 from support.random_models import build, shallow, tokens
 from support.static import random_examples, random_patch
-from torch import Tensor
 
 from icl_patch import ContextPatcher, ops, verify
 from icl_patch.errors import UnsupportedModelError
@@ -64,13 +64,7 @@ def test_a_patch_of_one_pass_replays_with_its_bits(
     family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the batch-invariant arithmetic, with its norms."""
-    norms: list[Any] = []
-
-    def counted(*args: Any, **options: Any) -> Tensor:
-        norms.append(args)
-        return own(*args, **options)
-
-    own = ops.rms_norm
+    norms = Mock(wraps=ops.rms_norm)
     model = shallow(family, 0, torch.bfloat16)
     arguments = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
     with ContextPatcher(model) as patcher:
@@ -78,12 +72,12 @@ def test_a_patch_of_one_pass_replays_with_its_bits(
         patches = [step.patch for step in steps]
     model = offload(shallow(family, 0, torch.bfloat16), way, tmp_path)
     with unchanged(model), ContextPatcher(model) as patcher:
-        monkeypatch.setattr(ops, "rms_norm", counted)
+        monkeypatch.setattr(ops, "rms_norm", norms)
         for step, patch in zip(steps, patches, strict=True):
             assert patch.info.arithmetic == "batch_invariant"
             assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
     of_a_block = 2 if family == "llama" else 5  # the one that writes is in fp64
-    assert len(norms) == len(steps) * (of_a_block * model.config.num_hidden_layers + 1)
+    assert norms.call_count == len(steps) * (of_a_block * model.config.num_hidden_layers + 1)
 
 
 @pytest.mark.stress  # half a minute in a process of its own
@@ -104,20 +98,16 @@ def test_a_model_larger_than_memory(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [*expected, "out of memory with all weights"], done.stderr
 
 
-def test_an_error_in_a_pass_leaves_the_weights_offloaded(tmp_path: Path) -> None:
+def test_an_error_in_a_pass_leaves_the_weights_offloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = offload(build("llama"), "disk", tmp_path)
     with unchanged(model), ContextPatcher(model, "stable") as patcher:
         reader = patcher.attached_model.blocks[1].readers["mlp.up_proj"]
-        before = reader.linear_map
-
-        def fail(*_: Any) -> Tensor:
-            raise KeyboardInterrupt
-
         patch = patcher.compute(*IDS)
-        reader.linear_map = fail
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+            broken.setattr(reader, "linear_map", Mock(side_effect=KeyboardInterrupt))
             patcher.forward(IDS[1], patch)
-        reader.linear_map = before
         assert reader.base_layer.weight.is_meta
         patcher.forward(IDS[1], patch)
 

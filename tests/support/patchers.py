@@ -46,7 +46,8 @@ IDS, KEPT = tokens(0, 2, 5), tokens(1, 2, 3)
 
 class Snapshot:
     """Everything about a model that attaching could change: modules, hooks, parameters (who they
-    are and their bits), configs, outputs.
+    are and their bits), configs, outputs. As a context it checks at its end that nothing has
+    changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,7 +60,14 @@ class Snapshot:
             copy.deepcopy(vars(config)) for config in (model.config, model.generation_config)
         ]
         self.attention = model.config._attn_implementation
-        self.logits = plain_logits(model)
+        self.logits, self._model = plain_logits(model), model
+
+    def __enter__(self) -> "Snapshot":
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.check(self._model)
 
     @staticmethod
     def _hooks(module: nn.Module) -> dict[str, dict]:

@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from support.offload import results
@@ -68,11 +70,8 @@ def say(word: Any) -> None:
 
 
 def digest_of(tensors: list[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for x in tensors:
-        digest.update(f"{tuple(x.shape)} {x.dtype}".encode())
-        digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    named = {str(number): x.detach().clone() for number, x in enumerate(tensors)}
+    return hashlib.sha256(safetensors.torch.save(named)).hexdigest()
 
 
 def bits_of(model: Any, update: str, file: Path) -> list[str]:
@@ -153,18 +152,10 @@ def plain(model: Any) -> Tensor:
 
 def reductions(work: Callable[[], Any]) -> list[int]:
     """How many sums over ranks ``work`` takes in the blocks, and of how many bytes."""
-    original, sizes = dist.all_reduce, list[int]()
-
-    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.is_floating_point():  # the ranks agree in integers
-            sizes.append(x.nbytes)
-        return original(x, *args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
         work()
-    finally:
-        dist.all_reduce = original
+    summed = [call.args[0] for call in counted.call_args_list]
+    sizes = [x.nbytes for x in summed if x.is_floating_point()]  # the ranks agree in integers
     return [len(sizes), sum(sizes)]
 
 
