@@ -20,7 +20,6 @@ from icl_patch.bench.timing import InTurn, compare
 from icl_patch.cli import main as cli
 
 CPU = torch.device("cpu")
-REPOSITORY = Path(__file__).parents[2]
 
 
 def case(name: str, calls: dict[str, Any], wrong: tuple[str, ...] = (), **more: Any) -> Case:
@@ -116,38 +115,33 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other code and failures are measured again, a file of another environment is begun anew."""
     built: list[str] = []
 
     def named(name: str) -> Case:
-        def build() -> Comparison:
-            built.append(name)
-            return Comparison("ours", {"ours": done}, lambda *_: None)
+        return Case(name, lambda: (built.append(name), case(name, {"ours": done}).build())[1])
 
-        return Case(name, build)
+    def results() -> Results:
+        return Results("linear", CPU, tmp_path)
 
     cases = [named("a"), named("b")]
-    list(Results("linear", CPU, tmp_path).measure(cases[:1], rounds=1))
-    lines = [line for line, _ in Results("linear", CPU, tmp_path).measure(cases, rounds=1)]
+    list(results().measure(cases[:1], rounds=1))
+    lines = [line for line, _ in results().measure(cases, rounds=1)]
     assert built == ["a", "b"]
     assert "1 of 2 cases to measure" in lines[0]
-    list(Results("linear", CPU, tmp_path).measure(cases, rounds=1, fresh=True))
+    list(results().measure(cases, rounds=1, fresh=True))
     assert built == ["a", "b", "a", "b"]
-    found = Results("linear", CPU, tmp_path)
+    found = results()
     assert [row["case"] for row in found.data["rows"]] == ["a", "b"]
-    # other code, and failures, are measured again
     monkeypatch.setattr("icl_patch.bench.results.code_fingerprint", lambda: "other")
-    assert not Results("linear", CPU, tmp_path).has("a")
+    assert not results().has("a")
     list(found.measure([case("a", {"ours": done}, wrong=("ours",))]))
     assert not found.has("a")
-    lines = [line for line, _ in Results("linear", CPU, tmp_path).measure(cases, seconds=-1)]
+    lines = [line for line, _ in results().measure(cases, seconds=-1)]
     assert lines == ["2 of 2 cases to measure", "out of time: 2 cases left"]
-
-
-def test_a_file_of_another_environment_is_begun_anew(tmp_path: Path) -> None:
-    old = Results("linear", CPU, tmp_path)
-    old.data["environment"] |= {"torch": "0.0"}
-    list(old.measure([case("a", {"ours": done})], rounds=1))
-    assert old.data["rows"] and Results("linear", CPU, tmp_path).data["rows"] == []
+    found.data["environment"] |= {"torch": "0.0"}
+    list(found.measure(cases, rounds=1))
+    assert found.data["rows"] and results().data["rows"] == []
 
 
 @pytest.mark.gpu
@@ -163,25 +157,24 @@ def test_linear_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 # The benchmarks themselves
 
-SMALL = {"one": (95, 63)}
-
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(linear, "SHAPES", SMALL)
-    monkeypatch.setattr(linear, "ROWS", (3,))
-    monkeypatch.setattr(linear, "RANKS", (1, 2))
-    monkeypatch.setattr(linear, "COLD", 2**15)
+    settings = {"SHAPES": {"one": (95, 63)}, "ROWS": (3,), "RANKS": (1, 2), "COLD": 2**15}
+    for name, value in settings.items():
+        monkeypatch.setattr(linear, name, value)
     yield
     linear.cold.cache_clear()
 
 
 def test_linear_through_the_command_line(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["bench", "linear", "--out", str(tmp_path), "--json"]) == 0
+    """An op that is broken fails."""
+    command = ["bench", "linear", "--out", str(tmp_path)]
+    assert cli.main([*command, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["linear"]["rows"]) >= 2 * 5
-    assert cli.main(["bench", "linear", "--out", str(tmp_path)]) == 0
+    assert cli.main(command) == 0
     assert "0 of 4 cases to measure" in capsys.readouterr().err
     [found] = load_all(tmp_path, "linear")
     assert len({row["case"] for row in found["rows"]}) == 4
@@ -195,6 +188,10 @@ def test_linear_through_the_command_line(
     assert linear.has_peft() == ("PEFT" in calls)
     assert cli.main(["bench", "--tables", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == [str(next(tmp_path.glob("*.md")))]
+    monkeypatch.setattr(ops, "patched_linear", lambda z, weight, u, v: F.linear(z, weight))
+    assert cli.main([*command, "--fresh"]) == 1
+    for row in load_all(tmp_path, "linear")[0]["rows"]:
+        assert not row["ours"] or row["failed"].startswith("expected the fp64 result")
 
 
 @pytest.mark.parametrize("call", ["patched_linear", "F.linear", "unfused", "W + ΔW", "PEFT"])
@@ -213,27 +210,14 @@ def test_a_call_without_its_patch_or_with_one_too_many_fails(
         comparison.check(call, torch.full_like(other, torch.nan))
 
 
-def test_a_broken_op_fails_and_the_command_says_so(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "patched_linear", lambda z, weight, u, v: F.linear(z, weight))
-    assert cli.main(["bench", "linear", "--out", str(tmp_path), "--json"]) == 1
-    for row in load_all(tmp_path, "linear")[0]["rows"]:
-        if row["ours"]:
-            assert row["failed"].startswith("expected the fp64 result")
-
-
 # What is committed
-
-
-def committed() -> Path:
-    return REPOSITORY / "bench" / "results"
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_committed_tables_are_those_of_their_numbers(name: str) -> None:
-    for found in load_all(committed(), name):
-        assert (committed() / f"{found['file']}.md").read_text(encoding="utf-8") == page(found)
+    folder = Path(__file__).parents[2] / "bench" / "results"
+    for found in load_all(folder, name):
+        assert (folder / f"{found['file']}.md").read_text(encoding="utf-8") == page(found)
         assert not [row for row in found["rows"] if "failed" in row]
 
 

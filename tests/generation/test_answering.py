@@ -42,10 +42,12 @@ def test_an_answer_and_its_patch(prompt: embedded.Prompt) -> None:
 def test_what_ask_refuses() -> None:
     model, tokenizer = embedded.load()
     refusal = pytest.raises(ValueError, match=r"ContextPatcher\(model, tokenizer=")
-    with ContextPatcher(model) as patcher, refusal:
+    with ContextPatcher(model, "stable") as patcher, refusal:
         patcher.ask("abc", "d")
+    assert repr(patcher) == "ContextPatcher(embedded, stable, float32, detached)"
     tokenizer.chat_template = None
-    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+    with ContextPatcher(model, "stable", tokenizer=tokenizer) as patcher:
+        assert repr(patcher) == "ContextPatcher(embedded, stable, float32, 6 blocks patched)"
         with pytest.raises(ValueError, match="at least one token each"):
             patcher.ask("abc", "")
         with pytest.raises(TypeError, match=r"expected text, got 3 \(int\)"):
@@ -125,14 +127,6 @@ def test_what_a_tokenizer_returns_is_taken_by_its_own_names() -> None:
     with torch.no_grad():
         expected = model(**whole).logits[0, -1].argmax()
     assert int(step.token_ids) == int(expected) == int(logits[0, -1].argmax())
-
-
-def test_a_patcher_says_what_it_is_attached_to() -> None:
-    model, _ = embedded.load()
-    patcher = ContextPatcher(model, "stable")
-    assert repr(patcher) == "ContextPatcher(embedded, stable, float32, 6 blocks patched)"
-    patcher.detach()
-    assert repr(patcher) == "ContextPatcher(embedded, stable, float32, detached)"
 
 
 def test_a_system_message_and_several_turns() -> None:

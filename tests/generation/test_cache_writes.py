@@ -40,9 +40,13 @@ class Inputs:
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """The same, with key and value in the cache."""
         query, key, value = self.token()
-        self.keys.index_copy_(2, self.slot, key)
-        self.values.index_copy_(2, self.slot, value)
+        self.write(key, value)
         return query, key, value
+
+    def write(self, key: Tensor, value: Tensor, slot: Tensor | None = None) -> None:
+        """The key into its column, and the value there or into another one."""
+        self.keys.index_copy_(2, self.slot, key)
+        self.values.index_copy_(2, self.slot if slot is None else slot, value)
 
     def attention(self, query: Tensor, slot: Tensor | None = None, **parts: Tensor) -> Tensor:
         """Of both streams over the cache, or over other parts."""
@@ -123,38 +127,22 @@ def test_several_layers() -> None:
     ]
 
 
-def _between(change: Callable[[Inputs, Tensor, Tensor], Any]) -> Callable[[Inputs], Tensor]:
-    """A step that does something between the writes and the attention."""
-
-    def step(inputs: Inputs) -> Tensor:
-        query, key, value = inputs.written()
-        between = change(inputs, key, value)
-        y = inputs.attention(query)
-        return y + between if isinstance(between, Tensor) else y
-
-    return step
-
-
-def _attending(attend: Callable[[Inputs, Tensor], Tensor]) -> Callable[[Inputs], Tensor]:
-    """A step with another attention."""
-    return lambda inputs: attend(inputs, inputs.written()[0])
-
-
-def _writing(write: Callable[[Inputs, Tensor, Tensor], Any]) -> Callable[[Inputs], Tensor]:
-    """A step with other writes."""
+def but(
+    write: Callable[[Inputs, Tensor, Tensor], Any] = Inputs.write,
+    between: Callable[[Inputs, Tensor, Tensor], Any] = lambda *_: 0,
+    attend: Callable[[Inputs, Tensor], Tensor] = Inputs.attention,
+) -> Callable[[Inputs], Tensor]:
+    """A step with other writes or another attention, or something between them, whose result is
+    added.
+    """
 
     def step(inputs: Inputs) -> Tensor:
         query, key, value = inputs.token()
         write(inputs, key, value)
-        return inputs.attention(query)
+        added = between(inputs, key, value)
+        return attend(inputs, query) + added
 
     return step
-
-
-def _two_columns(inputs: Inputs, key: Tensor, value: Tensor) -> None:
-    columns = torch.cat([inputs.slot, inputs.slot + 1])
-    inputs.keys.index_copy_(2, columns, key.expand(-1, -1, 2, -1))
-    inputs.values.index_copy_(2, columns, value.expand(-1, -1, 2, -1))
 
 
 def _narrow_cache(inputs: Inputs) -> Tensor:
@@ -168,14 +156,6 @@ def _narrow_cache(inputs: Inputs) -> Tensor:
     return inputs.attention(query, key=wide[0], value=wide[1])
 
 
-def _column_without_axes(inputs: Inputs) -> Tensor:
-    query, key, value = inputs.token()
-    column = inputs.slot[0]
-    inputs.keys.index_copy_(2, column, key)
-    inputs.values.index_copy_(2, column, value)
-    return inputs.attention(query, column.clamp(max=8).view(1))
-
-
 def _new_cache(inputs: Inputs) -> Tensor:
     """Copies that the step makes hold the token."""
     query, key, value = inputs.token()
@@ -185,94 +165,80 @@ def _new_cache(inputs: Inputs) -> Tensor:
     return inputs.attention(query, key=held[0], value=held[1])
 
 
-def _heads_apart(inputs: Inputs) -> Tensor:
-    """Other numbers lie between the heads' values."""
-    query, key, value = inputs.token()
-    inputs.keys.index_copy_(2, inputs.slot, key)
-    inputs.values.index_copy_(2, inputs.slot, torch.cat([value, value], -1)[..., :E])
-    return inputs.attention(query)
-
-
-def _one_memory(inputs: Inputs) -> Tensor:
-    """The keys are the values."""
-    query, key, _ = inputs.token()
-    for _ in range(2):
-        inputs.keys.index_copy_(2, inputs.slot, key)
-    return inputs.attention(query, value=inputs.keys)
-
-
-def _written_twice(inputs: Inputs, key: Tensor, value: Tensor) -> None:
-    inputs.keys.index_copy_(2, inputs.slot, key)
-    inputs.values.index_copy_(2, inputs.slot, value)
-    inputs.keys.index_copy_(2, inputs.other, -key)
-
-
 APART: dict[str, Callable[[Inputs], Tensor]] = {
-    "read between": _between(lambda inputs, *_: inputs.keys.sum()),
-    "written between": _between(lambda inputs, *_: inputs.values[:, :, 2].mul_(2)[0, 0, 0]),
-    "key changed after": _between(lambda inputs, key, value: key.mul_(2)[0, 0, 0, 0]),
-    "slot changed after": _between(lambda inputs, *_: inputs.slot.add_(1) * 0),
-    "another slot": _attending(lambda inputs, query: inputs.attention(query, inputs.other)),
-    "slot of another column": _attending(
-        lambda inputs, query: inputs.attention(query, inputs.slot.clamp(max=3))
+    "read between": but(between=lambda of, *_: of.keys.sum()),
+    "written between": but(between=lambda of, *_: of.values[:, :, 2].mul_(2)[0, 0, 0]),
+    "key changed after": but(between=lambda of, key, _: key.mul_(2)[0, 0, 0, 0]),
+    "slot changed after": but(between=lambda of, *_: of.slot.add_(1) * 0),
+    "another slot": but(attend=lambda of, query: of.attention(query, of.other)),
+    "slot of another column": but(
+        attend=lambda of, query: of.attention(query, of.slot.clamp(max=3))
     ),
-    "slot of at least 4": _attending(
-        lambda inputs, query: inputs.attention(query, inputs.slot.clamp(4, 8))
+    "slot of at least 4": but(attend=lambda of, query: of.attention(query, of.slot.clamp(4, 8))),
+    "computed slot": but(attend=lambda of, query: of.attention(query, of.slot * 0)),
+    "another slot, bounded": but(
+        attend=lambda of, query: of.attention(query, of.other.clamp(max=8))
     ),
-    "computed slot": _attending(lambda inputs, query: inputs.attention(query, inputs.slot * 0)),
-    "another slot, bounded": _attending(
-        lambda inputs, query: inputs.attention(query, inputs.other.clamp(max=8))
-    ),
-    "part of the cache": _attending(
-        lambda inputs, query: inputs.attention(
-            query, key=inputs.keys[:, :, :7], value=inputs.values[:, :, :7], mask=inputs.mask[:, :7]
+    "part of the cache": but(
+        attend=lambda of, query: of.attention(
+            query, key=of.keys[:, :, :7], value=of.values[:, :, :7], mask=of.mask[:, :7]
         )
     ),
-    "expanded": _attending(
-        lambda inputs, query: inputs.attention(
-            query, key=inputs.keys[:, :1].expand(-1, 2, -1, -1), value=inputs.values
+    "expanded": but(
+        attend=lambda of, query: of.attention(query, key=of.keys[:, :1].expand(-1, 2, -1, -1))
+    ),
+    "keys of another layer": but(attend=lambda of, query: of.attention(query, key=of.keys * 1)),
+    "one stream": but(
+        attend=lambda of, query: ops.decode_attention(query[:, :, 0], of.keys, of.values)
+    ),
+    "torch's attention": but(
+        attend=lambda of, query: scaled_dot_product_attention(
+            query, of.keys, of.values, enable_gqa=True
         )
     ),
-    "keys of another layer": _attending(
-        lambda inputs, query: inputs.attention(query, key=inputs.keys * 1)
-    ),
-    "one stream": _attending(
-        lambda inputs, query: ops.decode_attention(query[:, :, 0], inputs.keys, inputs.values)
-    ),
-    "torch's attention": _attending(
-        lambda inputs, query: scaled_dot_product_attention(
-            query, inputs.keys, inputs.values, enable_gqa=True
+    "keys alone": but(lambda of, key, _: of.keys.index_copy_(2, of.slot, key)),
+    "values in another column": but(lambda of, key, value: of.write(key, value, of.other)),
+    "added": but(
+        lambda of, key, value: (
+            of.keys.index_add_(2, of.slot, key),
+            of.values.index_copy_(2, of.slot, value),
         )
     ),
-    "keys alone": _writing(lambda inputs, key, _: inputs.keys.index_copy_(2, inputs.slot, key)),
-    "values in another column": _writing(
-        lambda inputs, key, value: (
-            inputs.keys.index_copy_(2, inputs.slot, key),
-            inputs.values.index_copy_(2, inputs.other, value),
+    "along the heads": but(
+        lambda of, key, value: (
+            of.keys.index_copy_(1, of.slot // 9, key.expand(-1, -1, 9, -1)[:, :1]),
+            of.values.index_copy_(2, of.slot, value),
         )
     ),
-    "added": _writing(
-        lambda inputs, key, value: (
-            inputs.keys.index_add_(2, inputs.slot, key),
-            inputs.values.index_copy_(2, inputs.slot, value),
-        )
+    "two columns": but(
+        lambda of, *token: [
+            cache.index_copy_(2, torch.cat([of.slot, of.slot + 1]), x.expand(-1, -1, 2, -1))
+            for cache, x in zip((of.keys, of.values), token, strict=True)
+        ]
     ),
-    "along the heads": _writing(
-        lambda inputs, key, value: (
-            inputs.keys.index_copy_(1, inputs.slot // 9, key.expand(-1, -1, 9, -1)[:, :1]),
-            inputs.values.index_copy_(2, inputs.slot, value),
-        )
+    "a column without axes": but(
+        lambda of, *token: [
+            cache.index_copy_(2, of.slot[0], x)
+            for cache, x in zip((of.keys, of.values), token, strict=True)
+        ],
+        attend=lambda of, query: of.attention(query, of.slot[0].clamp(max=8).view(1)),
     ),
-    "two columns": _writing(_two_columns),
-    "a column without axes": _column_without_axes,
     "a cache of the step": _new_cache,
-    "two writes": _writing(_written_twice),
-    "attention before": lambda inputs: (
-        inputs.attention(inputs.token()[0]) + inputs.written()[1].sum()
+    "two writes": but(
+        lambda of, key, value: (
+            of.write(key, value),
+            of.keys.index_copy_(2, of.other, -key),
+        )
     ),
+    "attention before": lambda of: of.attention(of.token()[0]) + of.written()[1].sum(),
     "another dtype": _narrow_cache,
-    "heads apart": _heads_apart,
-    "one memory": _one_memory,
+    "heads apart": but(  # other numbers lie between their values
+        lambda of, key, value: of.write(key, torch.cat([value, value], -1)[..., :E])
+    ),
+    "one memory": but(  # the keys are the values
+        lambda of, key, _: [of.keys.index_copy_(2, of.slot, key) for _ in range(2)],
+        attend=lambda of, query: of.attention(query, value=of.keys),
+    ),
 }
 
 

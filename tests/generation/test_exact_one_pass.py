@@ -1,13 +1,14 @@
 """Exact decode steps in one pass: bit for bit the same model on batch-invariant functions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from support import realistic_weights
-from support.generation import own_steps, spoil_closing
+from support.generation import mostly_stress, own_steps, spoil_closing
 from support.random_models import SAME_FORM, build, ragged, shallow, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,20 +30,14 @@ FAMILIES = (
 )
 # In fp32 and fp16 one each; there the others, which differ in no arithmetic of their own, run with
 # the stress tests, and so do forms that another family has.
-CASES = [
-    pytest.param(
-        family,
-        dtype,
-        "shared_cache",
-        marks=[] if family in chosen and family not in SAME_FORM else pytest.mark.stress,
-    )
-    for dtype, chosen in zip(DTYPES, (("llama",), FAMILIES, ("gemma3",)), strict=True)
-    for family in FAMILIES
-]
+CHOSEN = [("llama", torch.float32), ("gemma3", torch.float16)]
+CHOSEN += [(family, torch.bfloat16) for family in FAMILIES if family not in SAME_FORM]
+ONE_STREAM = mostly_stress(product(FAMILIES, DTYPES), CHOSEN)
 # Blocks beside their attention, whose terms are added in two orders, or that go on from their sum.
 TWO_STREAMS = [("llama", torch.float32), ("cohere", torch.bfloat16)]
 TWO_STREAMS += [("gpt_neox", torch.bfloat16), ("phi", torch.float16), ("gemma4", torch.bfloat16)]
 TWO_STREAMS += [("opt-post-norm", torch.float32)]
+CASES = [pytest.param(*case.values, "shared_cache", marks=case.marks) for case in ONE_STREAM]
 CASES += [pytest.param(*case, "two_stream") for case in TWO_STREAMS]
 IDS, MASK = tokens(3, 3, 11), ragged(3, 11, side="left")
 
@@ -54,17 +49,32 @@ def steps_of(
     return patcher.generate(ids, do_sample=False, **arguments)
 
 
+def check_replay(patcher: ContextPatcher, step: GenerationStep) -> None:
+    """It has all bits of the step, and the patch knows of no miss."""
+    patch = step.patch
+    assert patch.report is None or not patch.report.misses.any()
+    assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
+
+
+def same_logits(steps: Iterable[GenerationStep], others: Iterable[Tensor]) -> bool:
+    pairs = zip(steps, others, strict=True)
+    return all(torch.equal(step.logits, logits) for step, logits in pairs)
+
+
 def batch_invariant_logits(
-    model: PreTrainedModel, chosen: list[Tensor], ids: Tensor = IDS, attention: bool = False
+    model: PreTrainedModel, steps: list[GenerationStep], ids: Tensor = IDS, attention: bool = False
 ) -> Iterator[Tensor]:
     """The model's own decode steps on batch-invariant functions, after its own prompt."""
     around = partial(batch_invariant, model, attention=attention)
+    chosen = [step.token_ids for step in steps]
     return own_steps(model, ids, MASK, len(chosen), chosen, around)
 
 
 @pytest.mark.parametrize(("family", "dtype", "mode"), CASES, ids=str)
 def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype, mode: str) -> None:
-    """On weights with the features of trained ones."""
+    """On weights with the features of trained ones. The kernel that attends for one token does not
+    see padding, so batch-invariant attention gives its bits too.
+    """
     model, features = realistic_weights.build(family, 1, dtype)
     ids = features.mark({"context_ids": IDS, "context_mask": MASK})["context_ids"]
     with ContextPatcher(model) as patcher:
@@ -72,14 +82,13 @@ def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype, mod
         for step in steps:
             patch = step.patch
             assert (step.mode, patch.passes) == (mode, 1)
-            assert patch.info.arithmetic == BATCH_INVARIANT
-            assert patch.report is not None and not patch.report.misses.any()
-            assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
-        chosen = [step.token_ids for step in steps]
-        attached = list(batch_invariant_logits(model, chosen, ids))
-    for reference in (attached, batch_invariant_logits(model, chosen, ids)):
-        for step, logits in zip(steps, reference, strict=True):
-            assert torch.equal(step.logits, logits)
+            assert patch.info.arithmetic == BATCH_INVARIANT and patch.report is not None
+            check_replay(patcher, step)
+        attached = list(batch_invariant_logits(model, steps, ids))
+    assert same_logits(steps, attached)
+    assert same_logits(steps, batch_invariant_logits(model, steps, ids))
+    if family == "llama":
+        assert same_logits(steps, batch_invariant_logits(model, steps, ids, attention=True))
 
 
 @pytest.mark.parametrize("mode", ["two_pass", "shared_cache"])
@@ -111,16 +120,6 @@ def test_misses_are_counted_with_the_gain_of_the_replay(
     assert torch.equal(torch.stack(found), gains)
 
 
-def test_a_step_is_the_model_with_batch_invariant_attention() -> None:
-    """The kernel that attends for one token does not see padding, so both forms give its bits."""
-    model = build("llama")
-    with ContextPatcher(model) as patcher:
-        steps = list(steps_of(patcher))
-    reference = batch_invariant_logits(model, [step.token_ids for step in steps], attention=True)
-    for step, logits in zip(steps, reference, strict=True):
-        assert torch.equal(step.logits, logits)
-
-
 @pytest.mark.parametrize("family", ["gemma3", "olmo2"])
 def test_outputs_that_underflow_in_fp16_are_reached(family: str) -> None:
     """W_down writes numbers of which fp16 keeps few bits, and zeros, before a norm."""
@@ -132,10 +131,8 @@ def test_outputs_that_underflow_in_fp16_are_reached(family: str) -> None:
     with ContextPatcher(model) as patcher:
         for mode, passes in (("shared_cache", 1), ("two_pass", 2)):
             for step in steps_of(patcher, 6, mode=mode):
-                patch = step.patch
-                assert patch.passes == passes
-                assert patch.report is not None and not patch.report.misses.any()
-                assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
+                assert step.patch.passes == passes and step.patch.report is not None
+                check_replay(patcher, step)
 
 
 def test_a_row_replays_alike_in_any_batch() -> None:
@@ -155,12 +152,13 @@ def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) ->
     with ContextPatcher(shallow(family)) as patcher:
         expected = list(steps_of(patcher))
         spoil_closing(monkeypatch, -1)
-        for step, other in zip(steps_of(patcher), expected, strict=True):
+        steps = list(steps_of(patcher))
+        for step in steps:
             patch = step.patch
             assert (patch.passes, patch.info.arithmetic) == (2, BATCH_INVARIANT)
-            assert patch.report is not None and not patch.report.misses.any()
-            assert torch.equal(step.logits, other.logits)
-            assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], other.logits)
+            assert patch.report is not None
+            check_replay(patcher, step)
+    assert same_logits(steps, (step.logits for step in expected))
 
 
 def test_the_order_of_a_parallel_sum_is_found_again_for_other_weights() -> None:
@@ -174,8 +172,7 @@ def test_the_order_of_a_parallel_sum_is_found_again_for_other_weights() -> None:
                 for weight, before in zip(weights, kept, strict=True):
                     weight.copy_(factor * before)
             for step in steps_of(patcher, 2, mode="two_stream"):
-                patch = step.patch
-                assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
+                check_replay(patcher, step)
 
 
 def test_where_it_does_not_go() -> None:
@@ -202,13 +199,13 @@ def test_where_it_does_not_go() -> None:
 
 def test_autocast_changes_neither_steps_nor_replays() -> None:
     with ContextPatcher(build("llama")) as patcher:
-        expected = list(steps_of(patcher, 3))
+        expected = [step.logits for step in steps_of(patcher, 3)]
         steps = steps_of(patcher, 3)
         with torch.autocast("cpu"):
-            for step, other in zip(steps, expected, strict=True):
-                assert torch.equal(step.logits, other.logits)
-                replayed = patcher.forward(step.patch.kept_ids, step.patch)
-                assert torch.equal(replayed[:, -1], step.logits)
+            steps = list(steps)
+            for step in steps:
+                check_replay(patcher, step)
+    assert same_logits(steps, expected)
 
 
 @pytest.mark.parametrize(
@@ -228,29 +225,22 @@ def test_two_streams_in_16_bits_have_the_bits_of_their_replays(
     with ContextPatcher(model, update) as patcher:
         for step in steps_of(patcher, 3, ids, mode="two_stream"):
             assert step.patch.info.arithmetic == BATCH_INVARIANT
-            replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
-            assert torch.equal(replayed, step.logits)
+            check_replay(patcher, step)
 
 
-def test_a_norm_that_writes_rounds_alike_in_wide_models() -> None:
-    """Its sum of squares: in 16 bits another order shows in one of some ten thousand elements."""
-    model = build("gemma3", dtype=torch.float16, hidden_size=640)
-    ids = tokens(0, 8, 11)
-    with ContextPatcher(model, "stable") as patcher:
-        for step in steps_of(patcher, 4, ids, context_mask=None, mode="two_stream"):
-            replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
-            assert torch.equal(replayed, step.logits)
-
-
-def test_hooks_on_gradients_change_no_norm() -> None:
-    """A step runs the norms that a replay runs."""
-    model = build("llama", dtype=torch.float16, hidden_size=640)
+@pytest.mark.parametrize(
+    ("family", "update", "mode"),
+    [("gemma3", "stable", "two_stream"), ("llama", "exact", "shared_cache")],
+)
+def test_norms_round_alike_in_wide_models(family: str, update: str, mode: str) -> None:
+    """Their sum of squares: in 16 bits another order shows in one of some ten thousand elements. A
+    step runs the norms that a replay runs, also with hooks on gradients.
+    """
+    model = build(family, dtype=torch.float16, hidden_size=640)
     norms = [module for path, module in model.named_modules() if path.endswith("norm")]
-    handles = [norm.register_full_backward_hook(lambda *_: None) for norm in norms]
-    with ContextPatcher(model) as patcher:
-        for step in steps_of(patcher, 4, tokens(0, 8, 11), context_mask=None):
-            assert (step.mode, len(norms)) == ("shared_cache", 7)
-            replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
-            assert torch.equal(replayed, step.logits)
-    for handle in handles:
-        handle.remove()
+    for norm in norms if update == "exact" else ():
+        norm.register_full_backward_hook(lambda *_: None)
+    with ContextPatcher(model, update) as patcher:
+        for step in steps_of(patcher, 4, tokens(0, 8, 11), context_mask=None, mode=mode):
+            assert step.mode == mode and norms
+            check_replay(patcher, step)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.generation import generated_logits, own_steps
+from support.generation import generated_logits, own_steps, tokens_of
 from support.numeric import noise_floor, noise_limit
-from support.patchers import families, updates
+from support.patchers import families
 from support.random_models import build, ragged, tokens
 
 from icl_patch import ContextPatcher, metrics
@@ -23,37 +23,13 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
     expected_ids = expected.argmax(-1)
     with ContextPatcher(model, "exact") as patcher:
         steps = list(patcher.generate(ids, context_mask=mask, mode="two_pass", **settings))
-    assert torch.equal(torch.stack([step.token_ids for step in steps], 1), expected_ids)
+    assert torch.equal(tokens_of(steps), expected_ids)
     assert torch.equal(torch.stack([step.logits for step in steps], 1), expected)
     # a token of bf16 may differ where the context is run at once, and all that follow
     if dtype == torch.float32:
         assert torch.equal(expected_ids, generated)
     # three rows with something of their own to say
     assert len({tuple(row) for row in expected_ids.tolist()}) == 3
-
-
-@families
-@updates
-def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
-    model, ids, mask = build(family), tokens(8, 3, 9), ragged(3, 9, side="left")
-    current, limit = ids[:, -1], noise_limit(model)
-    with ContextPatcher(model, update) as patcher:
-        steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=3))
-        assert len(steps) == 3
-        for number, step in enumerate(steps):
-            assert step.token_ids.shape == (3,)
-            assert step.token_ids.dtype == torch.int64
-            assert step.logits.shape == (3, model.config.vocab_size)
-            assert torch.equal(step.token_ids, step.logits.argmax(-1))
-            assert torch.equal(step.patch.kept_ids, current.unsqueeze(1))
-            assert torch.equal(step.patch.position_ids.squeeze(1), mask.sum(1) - 1 + number)
-            assert step.patch.prefix_ids.shape == (3, 0)
-            assert all(layer["readers.v"].shape[:2] == (3, 1) for layer in step.patch.layers)
-            logits = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
-            if step.patch.passes == 2:  # recorded in the replay's shapes
-                assert torch.equal(logits, step.logits)
-            assert metrics.linf(logits, step.logits).max() <= limit
-            current = step.token_ids
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.numeric import noise_limit
+from support.generation import tokens_of
+from support.numeric import noise_limit, replay_error
 from support.patchers import IDS, works
 from support.random_models import build, ragged, tokens
 from torch import Tensor, nn
@@ -23,15 +24,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics
-from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation import region_compiler
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import cache_name
 
 MASK = ragged(3, 9, side="left")
-
-
-def stream(steps: list[GenerationStep]) -> Tensor:
-    return torch.stack([step.token_ids for step in steps], 1)
 
 
 def stock(model: nn.Module, ids: Tensor, mask: Tensor, **arguments: Any) -> Tensor:
@@ -46,15 +43,30 @@ CASES += [("llama", "exact", "two_pass")]
 
 @pytest.mark.parametrize(("family", "update", "mode"), CASES)
 def test_rows_end_like_those_of_the_model(family: str, update: str, mode: str) -> None:
-    """One row after another says an end; it is padded from there, the others say what they said."""
+    """One row after another says an end; it is padded from there, the others say what they said.
+    Every step is what its patch replays.
+    """
     model, ids = build(family), tokens(8, 3, 9)
     arguments: dict = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     free = stock(model, ids, MASK, eos_token_id=96, **arguments)
     arguments["eos_token_id"] = ends = sorted({int(free[i, j]) for i, j in enumerate((2, 5, 7))})
     expected = stock(model, ids, MASK, **arguments)
+    limit, current, positions = noise_limit(model), ids[:, -1], MASK.sum(1) - 1
     with ContextPatcher(model, update) as patcher:
         steps = list(patcher.generate(ids, context_mask=MASK, mode=mode, **arguments))
-    assert torch.equal(stream(steps), expected)
+        for number, step in enumerate(steps):
+            live, patch = step.live, step.patch
+            assert step.token_ids.dtype == torch.int64
+            assert step.logits.shape == (3, model.config.vocab_size)
+            assert torch.equal(step.token_ids[live], step.logits[live].argmax(-1))
+            assert torch.equal(patch.kept_ids, current.unsqueeze(1))
+            assert torch.equal(patch.position_ids[live, 0], positions[live] + number)
+            assert patch.prefix_ids.shape == (3, 0)
+            assert all(layer["readers.v"].shape[:2] == (3, 1) for layer in patch.layers)
+            # patches of two passes are recorded in the replay's shapes
+            assert replay_error(patcher, step).max() <= (0 if patch.passes == 2 else limit)
+            current = step.token_ids
+    assert torch.equal(tokens_of(steps), expected)
     said = [row.tolist() for row in expected]
     assert len({next((i for i, token in enumerate(row) if token in ends), 9) for row in said}) > 1
     for before, step in pairwise(steps):
@@ -63,27 +75,23 @@ def test_rows_end_like_those_of_the_model(family: str, update: str, mode: str) -
     assert steps[-1].ended.all()
 
 
-@pytest.mark.parametrize("processors", ["sampling", "penalty", "own"])
-def test_choice_is_transformers_own(processors: str) -> None:
-    """Temperature, top-k, penalties and a processor of the user's: the same random numbers give the
-    same tokens.
+class Never(LogitsProcessor):
+    """No token twice in a row, after the first row's last one."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, input_ids[0, -1:], -torch.inf)
+
+
+OWN = {"logits_processor": LogitsProcessorList([Never()]), "do_sample": False}
+SAMPLING = {"do_sample": True, "temperature": 1.7, "top_k": 20, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("chosen", [SAMPLING, OWN], ids=["sampling", "own"])
+def test_choice_is_transformers_own(chosen: dict) -> None:
+    """And a processor of the user's: the same random numbers give the same tokens. Further
+    settings: ``test_settings``.
     """
-
-    class Never(LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            return scores.index_fill(1, input_ids[0, -1:], -torch.inf)
-
-    arguments: dict = {
-        "sampling": {"do_sample": True, "temperature": 1.7, "top_k": 20, "top_p": 0.9},
-        "penalty": {
-            "do_sample": False,
-            "repetition_penalty": 3.0,
-            "no_repeat_ngram_size": 2,
-            "min_new_tokens": 4,
-            "eos_token_id": 5,
-        },
-        "own": {"do_sample": False, "logits_processor": LogitsProcessorList([Never()])},
-    }[processors] | {"max_new_tokens": 8, "pad_token_id": 0}
+    arguments: dict = {"max_new_tokens": 8, "pad_token_id": 0} | chosen
     model, ids = build("gemma3"), tokens(4, 3, 9)
     model.generation_config.eos_token_id = None
     torch.manual_seed(7)
@@ -92,7 +100,7 @@ def test_choice_is_transformers_own(processors: str) -> None:
         for mode in ("two_stream", "shared_cache"):
             torch.manual_seed(7)
             steps = list(patcher.generate(ids, context_mask=MASK, mode=mode, **arguments))
-            assert torch.equal(stream(steps), expected)
+            assert torch.equal(tokens_of(steps), expected)
 
 
 class Collector(BaseStreamer):
@@ -107,33 +115,28 @@ class Collector(BaseStreamer):
         self.ended += 1
 
 
-def test_streamers_get_what_transformers_gives_them() -> None:
-    model, theirs, ours, dropped = build("llama"), Collector(), Collector(), Collector()
+def test_streamers() -> None:
+    """They get what transformers gives them, and are ended whatever happens: nobody takes the rest,
+    or the first token, or there is an error before it. Who waits for the text is told.
+    """
+    model, theirs, ours = build("llama", max_position_embeddings=12), Collector(), Collector()
     arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     model.generate(IDS, attention_mask=torch.ones_like(IDS), streamer=theirs, **arguments)
     with ContextPatcher(model, "exact") as patcher:
         for number, _ in enumerate(patcher.generate(IDS, streamer=ours, **arguments)):
             assert len(ours.got) == number + 2  # the prompt, then every token as it is chosen
-        steps = patcher.generate(IDS, streamer=dropped, **arguments)
+        begun, dropped, too_long, refused = others = [Collector() for _ in range(4)]
+        steps = patcher.generate(IDS, streamer=begun, **arguments)
         next(steps)
         steps.close()
-    assert all(torch.equal(one, other) for one, other in zip(ours.got, theirs.got, strict=True))
-    assert ours.ended == dropped.ended == 1
-
-
-def test_streamers_are_ended_whatever_happens() -> None:
-    """An error before the first token, nobody who asks for one: who waits for the text is told."""
-    collectors = [Collector() for _ in range(3)]
-    with ContextPatcher(build("llama", max_position_embeddings=12), "stable") as patcher:
+        patcher.generate(IDS, streamer=dropped, **arguments)
         with pytest.raises(ValueError, match="expected at most 12 tokens"):
-            patcher.generate(IDS, max_new_tokens=20, streamer=collectors[0])
+            patcher.generate(IDS, max_new_tokens=20, streamer=too_long)
         with pytest.raises(ValueError, match="for steps of one pass"):
-            compiled: Any = {"mode": "two_pass", "compile": True}
-            patcher.generate(IDS, max_new_tokens=3, streamer=collectors[1], **compiled)
-        steps = patcher.generate(IDS, max_new_tokens=3, streamer=collectors[2])
-        del steps
-    assert [len(collector.got) for collector in collectors] == [1] * 3
-    assert [collector.ended for collector in collectors] == [1] * 3
+            patcher.generate(IDS, streamer=refused, mode="two_pass", compile=True, **arguments)
+    assert all(map(torch.equal, ours.got, theirs.got)) and len(ours.got) == len(theirs.got)
+    assert [collector.ended for collector in (ours, *others)] == [1] * 5
+    assert [len(collector.got) for collector in others] == [2, 1, 1, 1]
 
 
 class Third(StoppingCriteria):
@@ -218,7 +221,7 @@ def test_a_patch_is_assembled_when_asked_for() -> None:
     limit = noise_limit(model)
     with ContextPatcher(model, "stable") as patcher:
         kept = list(patcher.generate(IDS, max_new_tokens=3, eos_token_id=None))
-        first, second = stream(kept)[:, :2].split(1, 1)
+        first, second = tokens_of(kept)[:, :2].split(1, 1)
         fresh = patcher.compute(torch.cat([IDS, first], 1), second)
     patch = kept[2].patch
     assert patch is kept[2].patch
@@ -243,10 +246,10 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     with ContextPatcher(build("llama"), "stable") as patcher:
         arguments: dict = {"context_mask": mask, "max_new_tokens": 3, "eos_token_id": None}
-        expected = stream(list(patcher.generate(ids, **arguments)))
+        expected = tokens_of(list(patcher.generate(ids, **arguments)))
         for same in (positions, positions.expand(3, 3, 9)):
             steps = list(patcher.generate(ids, position_ids=same, **arguments))
-            assert torch.equal(stream(steps), expected)
+            assert torch.equal(tokens_of(steps), expected)
         for others in (positions + 4, positions[:, 1:], torch.stack([positions, positions * 2])):
             message = r"expected no position_ids, or those that count the tokens from 0, got"
             with pytest.raises(ValueError, match=message):
@@ -254,19 +257,26 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
         cache = StaticCache(config=patcher.model.config, max_cache_len=20)
         with pytest.raises(ValueError, match="got StaticCache: leave it out"):
             patcher.generate(ids, **{cache_name(patcher.model): cache}, **arguments)
-        with pytest.raises(ValueError, match="expected no assistant_model"):
-            patcher.generate(IDS, assistant_model=patcher.model)
         with pytest.raises(TypeError, match="expected context_mask or attention_mask"):
             patcher.generate(ids, context_mask=mask, attention_mask=mask.long())
         works(patcher)
 
 
 @pytest.mark.parametrize(
-    ("update", "mode"),
-    [("stable", "two_stream"), ("stable", "shared_cache"), ("exact", "two_pass")],
+    ("update", "options"),
+    [
+        ("stable", {"mode": "two_stream"}),
+        ("stable", {"mode": "shared_cache"}),
+        ("stable", {"mode": "shared_cache", "compile": True}),
+        ("exact", {"mode": "two_pass"}),
+    ],
+    ids=str,
 )
-def test_inside_and_outside_of_inference_mode(update: str, mode: str) -> None:
-    arguments: dict = {"max_new_tokens": 4, "mode": mode, "eos_token_id": None}
+def test_inside_and_outside_of_inference_mode(
+    update: str, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_compiler, "BACKEND", "eager")
+    arguments: dict = {"max_new_tokens": 4, "eos_token_id": None} | options
     with ContextPatcher(build("llama"), update) as patcher:
         with torch.inference_mode():
             first = patcher.generate(IDS, **arguments)
@@ -276,7 +286,7 @@ def test_inside_and_outside_of_inference_mode(update: str, mode: str) -> None:
         expected = [next(second)]
         with torch.inference_mode():
             expected += list(second)
-    assert torch.equal(stream(steps), stream(expected))
+    assert torch.equal(tokens_of(steps), tokens_of(expected))
     for step, other in zip(steps, expected, strict=True):
         assert torch.equal(step.logits, other.logits)
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.generation import tokens_of
 from support.numeric import noise_limit, replay_error, seeded
 from torch import Tensor
 
@@ -46,19 +47,17 @@ def image_model(kind: str) -> Any:
     return model.eval()
 
 
-def one_image() -> dict[str, Tensor]:
-    """A processor's output for one row with an image of 2 x 2 tokens, which take two positions."""
-    return _processed([[5, START, *[IMAGE] * 4, END, 6]], [[1, 4, 4]])
+ONE = [5, START, *[IMAGE] * 4, END, 6]
+LONGER = [7, 8, START, *[IMAGE] * 8, END, 9]
 
 
-def ragged_images() -> dict[str, Tensor]:
-    """The same of two rows: images of 2 x 2 and 2 x 4 tokens, the first row with padding."""
-    short, long = [5, START, *[IMAGE] * 4, END, 6], [7, 8, START, *[IMAGE] * 8, END, 9]
-    return _processed([[0] * 5 + short, long], [[1, 4, 4], [1, 4, 8]])
-
-
-def _processed(rows: list[list[int]], grids: list[list[int]]) -> dict[str, Tensor]:
-    ids, grid = torch.tensor(rows), torch.tensor(grids)
+def images(batch: str) -> dict[str, Tensor]:
+    """A processor's output for a row with an image of 2 x 2 tokens, which take two positions;
+    "ragged": with padding before it, and beside another row with one of 2 x 4 tokens.
+    """
+    alone = batch == "one"
+    ids = torch.tensor([ONE] if alone else [[0] * 5 + ONE, LONGER])
+    grid = torch.tensor([[1, 4, 4]] if alone else [[1, 4, 4], [1, 4, 8]])
     patches = int(grid.prod(1).sum())
     return {
         "input_ids": ids,
@@ -70,7 +69,6 @@ def _processed(rows: list[list[int]], grids: list[list[int]]) -> dict[str, Tenso
 
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-BATCHES = {"one": one_image, "ragged": ragged_images}
 
 
 def generated(model: Any, inputs: dict[str, Any]) -> Any:
@@ -79,49 +77,40 @@ def generated(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 # each update and mode once
-WAYS = [("Qwen2VL", "ragged", [("stable", "two_pass"), ("exact", "shared_cache")])]
-WAYS += [("Qwen2VL", "one", [("stable", "two_stream")])]
-WAYS += [("Qwen2_5_VL", "ragged", [("stable", "shared_cache"), ("exact", "two_pass")])]
-WAYS += [("Qwen3VL", "ragged", [("direct", "two_stream"), ("exact", "shared_cache")])]
+WAYS: list[Any] = [("Qwen2VL", "ragged", ["stable two_pass", "exact shared_cache"])]
+WAYS += [("Qwen2VL", "one", ["stable two_stream"])]
+WAYS += [("Qwen2VL", "ragged", ["stable two_stream compiled", "stable shared_cache compiled"])]
+WAYS += [("Qwen2_5_VL", "ragged", ["stable shared_cache", "exact two_pass"])]
+WAYS += [("Qwen3VL", "ragged", ["direct two_stream", "exact shared_cache"])]
 
 
 @pytest.mark.parametrize(("kind", "batch", "ways"), WAYS)
 def test_generates_as_the_model_with_its_images(
-    kind: str, batch: str, ways: list[tuple[str, str]]
+    kind: str, batch: str, ways: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, inputs = image_model(kind), BATCHES[batch]()
+    """The traced graphs of compiled steps run as they are, which shows their positions."""
+    monkeypatch.setattr(region_compiler, "BACKEND", "eager")
+    model, inputs = image_model(kind), images(batch)
     own = generated(model, inputs)
     other = generated(model, inputs | {"pixel_values": -inputs["pixel_values"]})
     assert metrics.linf(other.logits[0], own.logits[0]).max() > 0.01  # the image matters
     limit = noise_limit(model, inputs["input_ids"])
-    for update, mode in ways:
+    for way in ways:
+        update, mode, *compiled = way.split()
         with ContextPatcher(model, update) as patcher:
-            steps = list(patcher.generate(**inputs, **GREEDY, mode=mode))
+            steps = list(patcher.generate(**inputs, **GREEDY, mode=mode, compile=bool(compiled)))
             for step, expected in zip(steps, own.logits, strict=True):
-                assert metrics.linf(step.logits, expected).max() <= limit, (update, mode)
-                assert replay_error(patcher, step).max() <= limit, (update, mode)
+                assert metrics.linf(step.logits, expected).max() <= limit, way
+                assert replay_error(patcher, step).max() <= limit, way
                 assert step.mode == mode
-            tokens = torch.stack([step.token_ids for step in steps], 1)
-            assert torch.equal(tokens, own.sequences[:, inputs["input_ids"].shape[1] :]), mode
-
-
-@pytest.mark.parametrize("mode", ["two_stream", "shared_cache"])
-def test_a_compiled_step_goes_on_from_the_positions_of_images(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The traced graphs run as they are, which shows their positions."""
-    monkeypatch.setattr(region_compiler, "BACKEND", "eager")
-    model, inputs = image_model("Qwen2VL"), ragged_images()
-    own = generated(model, inputs)
-    with ContextPatcher(model, "stable") as patcher:
-        steps = patcher.generate(**inputs, **GREEDY, mode=mode, compile=True)
-        tokens = torch.stack([step.token_ids for step in steps], 1)
-    assert torch.equal(tokens, own.sequences[:, inputs["input_ids"].shape[1] :])
+            assert torch.equal(
+                tokens_of(steps), own.sequences[:, inputs["input_ids"].shape[1] :]
+            ), way
 
 
 @pytest.mark.parametrize(("kind", "keep_last"), zip(KINDS, (0, 1, 0), strict=True))
 def test_verify_replays_behind_images(kind: str, keep_last: int) -> None:
-    model, inputs = image_model(kind), ragged_images()
+    model, inputs = image_model(kind), images("ragged")
     options = {"max_new_tokens": 4, "keep_last": keep_last}
     report = verify(model, embedded.load()[1], context=inputs, **options)
     own = generated(model, inputs).sequences[:, inputs["input_ids"].shape[1] :][:, :4]
@@ -130,7 +119,7 @@ def test_verify_replays_behind_images(kind: str, keep_last: int) -> None:
 
 
 def test_images_without_the_types_of_their_tokens_are_refused() -> None:
-    model, inputs = image_model("Qwen2VL"), one_image()
+    model, inputs = image_model("Qwen2VL"), images("one")
     with ContextPatcher(model, "stable") as patcher:
         types = inputs.pop("mm_token_type_ids")
         with pytest.raises(ValueError, match="expected mm_token_type_ids beside pixel_values"):
@@ -152,6 +141,6 @@ def test_types_of_text_that_later_tokens_would_not_have_are_refused() -> None:
     own = generated(model, {"input_ids": ids}).sequences[:, ids.shape[1] :]
     with ContextPatcher(model, "stable") as patcher:
         steps = patcher.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)
-        assert torch.equal(torch.stack([step.token_ids for step in steps], 1), own)
+        assert torch.equal(tokens_of(steps), own)
         with pytest.raises(ValueError, match=r"type 0 in token_type_ids .* got \[1\]"):
             patcher.generate(ids, token_type_ids=torch.ones_like(ids), **GREEDY)

@@ -19,7 +19,6 @@ from icl_patch.generation import one_pass_plan
 from icl_patch.recording import block_math
 
 IDS, KEPT = tokens(3, 2, 9), tokens(4, 2, 3)
-ONE_PASS, TWO_PASSES = {}, {"mode": "two_pass"}
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, layer_calls: slice = slice(None)) -> None:
@@ -38,19 +37,29 @@ def plant(monkeypatch: pytest.MonkeyPatch, layer_calls: slice = slice(None)) -> 
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", torch.float32), ("gemma3", torch.bfloat16)], ids=str
 )
-def test_compute_says_that_an_exact_patch_is_not(
+def test_an_exact_patch_that_is_not_is_said(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By ``compute``, and by ``generate`` of its first step, in one pass and in two."""
+    ways: dict = {"shared_cache": 1, "two_pass": 2}
+    options: dict = {"max_new_tokens": 3, "eos_token_id": None}
     with ContextPatcher(shallow(family, 0, dtype)) as patcher:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             patch = patcher.compute(IDS, KEPT)
+            for mode, passes in ways.items():
+                steps = list(patcher.generate(IDS, mode=mode, **options))
+                assert {step.patch.passes for step in steps} == {passes}
         assert patch.report.misses.sum() == 0
         plant(monkeypatch)
         with pytest.warns(ExactnessWarning, match="6 of 6 tokens.*row 0, kept token 0"):
             patch = patcher.compute(IDS, KEPT)
         assert patch.report.misses[0].min() > 0
         assert not torch.equal(patcher.attached_model.replay_logits(patch), patch.logits)
+        message = "step 1 of this generation is not exact: at 2 of 2"
+        for mode in ways:
+            with pytest.warns(ExactnessWarning, match=message):
+                next(patcher.generate(IDS, mode=mode, eos_token_id=None))
 
 
 def test_misses_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,20 +76,6 @@ def test_misses_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(patch.report.misses, torch.stack(differing))
     assert patch.report.misses[0].sum() == 0
     assert patch.report.misses[1].min() > 0
-
-
-@pytest.mark.parametrize("way", [ONE_PASS, TWO_PASSES], ids=["one pass", "two passes"])
-def test_generate_replays_its_first_step_and_says_what_differs(
-    way: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ContextPatcher(shallow("llama")) as patcher:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            list(patcher.generate(IDS, max_new_tokens=3, eos_token_id=None, **way))
-        plant(monkeypatch)
-        message = r"step 1 of this generation is not exact: at 2 of 2"
-        with pytest.warns(ExactnessWarning, match=message):
-            next(patcher.generate(IDS, eos_token_id=None, **way))
 
 
 SLOWER = [("exact", "in two passes", "two_pass", ("SharedCacheStreams", "TwoStreams"))]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.generation import tokens_of
 from support.numeric import noise_limit
 from support.patchers import IDS
 from support.random_models import build
@@ -15,7 +16,6 @@ from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from icl_patch import ContextPatcher, embedded, metrics
-from icl_patch.generation.loop import GenerationStep
 
 ENDS: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": 5, "pad_token_id": 0}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 0}
@@ -23,6 +23,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "max_length": {"max_new_tokens": None, "max_length": 8},
     "min_length": {"min_length": 9, "eos_token_id": list(range(30))},
     "min_new_tokens": {"min_new_tokens": 4, "eos_token_id": list(range(60))},
+    "penalty": {"repetition_penalty": 3.0, "no_repeat_ngram_size": 2},
     "max_time": {"max_time": 1e-9},
     "use_cache": {"use_cache": False},
     "static cache": {"cache_implementation": "static"},
@@ -41,10 +42,6 @@ SERVED: dict[str, dict[str, Any]] = {
     "cut off": {"epsilon_cutoff": 3e-2, "eta_cutoff": 2e-2, "top_h": 0.6, **SAMPLED},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0), **SAMPLED},
 }
-
-
-def token_ids(steps: list[GenerationStep]) -> Tensor:
-    return torch.stack([step.token_ids for step in steps], 1)
 
 
 @pytest.fixture(scope="module")
@@ -75,30 +72,9 @@ def test_what_stands_in_the_models_configuration_holds(name: str, both: Any, pla
     patcher.model.generation_config = GenerationConfig(**ENDS | SERVED[name])
     torch.manual_seed(3)
     steps = list(patcher.generate(IDS, mode="two_pass"))
-    assert torch.equal(token_ids(steps), expected)
+    assert torch.equal(tokens_of(steps), expected)
     none = ("use_cache", "static cache", "hybrid cache", "prefill_chunk_size", "beams' own")
     assert torch.equal(plain, expected) is (name in none)
-
-
-@pytest.mark.parametrize("name", ["static", "offloaded", "quantized", "compiled"])
-def test_the_patchers_loop_has_a_cache_of_its_own(name: str, both: Any) -> None:
-    """Another one in the model's configuration is not needed. One that is asked for is refused."""
-    patcher, _ = both
-    compiled = name == "compiled"
-    setting = "compile_config" if compiled else "cache_implementation"
-    own = {setting: CompileConfig() if compiled else name}
-    ends = ENDS | {"max_new_tokens": 2}
-    patcher.model.generation_config = GenerationConfig(**ends)
-    expected = token_ids(list(patcher.generate(IDS)))
-    setattr(patcher.model.generation_config, setting, own[setting])
-    asked: Any
-    for asked in ({}, {setting: None}):
-        assert torch.equal(token_ids(list(patcher.generate(IDS, **asked))), expected)
-    for asked in (own, {"generation_config": GenerationConfig(**ends, **own)}):
-        with pytest.raises(ValueError, match=f"no {setting}, got .*Pass {setting}=None"):
-            patcher.generate(IDS, **asked)
-        cured = asked | {setting: None}
-        assert torch.equal(token_ids(list(patcher.generate(IDS, **cured))), expected)
 
 
 OTHER_WAYS: dict[str, tuple[Any, Any]] = {
@@ -112,45 +88,52 @@ OTHER_WAYS: dict[str, tuple[Any, Any]] = {
     "use_mtp": (True, False),
     "is_assistant": (True, False),
     "token_healing": (True, False),
+    "compile_config": (CompileConfig(), None),
+    "cache_implementation": ("static", None),
+    "cache_implementation, offloaded": ("offloaded", None),
+    "cache_implementation, quantized": ("quantized", None),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_WAYS)
-def test_other_ways_of_decoding_are_refused_with_a_cure(name: str, both: Any) -> None:
-    patcher, _ = both
-    value, off = OTHER_WAYS[name]
+def test_other_ways_are_refused_with_a_cure(name: str, both: Any) -> None:
+    """The loop has a cache of its own: another one in the model's configuration is not needed, one
+    that is asked for is refused.
+    """
+    (patcher, _), (value, off), setting = both, OTHER_WAYS[name], name.split(",")[0]
     ends = ENDS | {"max_new_tokens": 2}
     config = GenerationConfig(**ends)
-    setattr(config, name, value)
-    message = rf"got {name}=.*Pass {name}={off}$"
+    setattr(config, setting, value)
+    refusal = pytest.raises(ValueError, match=rf"{setting}(=|, got ).*Pass {setting}={off}$")
     patcher.model.generation_config = GenerationConfig(**ends)
-    expected = token_ids(list(patcher.generate(IDS)))
+    expected = tokens_of(patcher.generate(IDS))
     arguments: Any
-    for arguments in ({name: value}, {"generation_config": config}):
-        with pytest.raises(ValueError, match=message):
+    for arguments in ({setting: value}, {"generation_config": config}):
+        with refusal:
             patcher.generate(IDS, **arguments)
+        cured = tokens_of(patcher.generate(IDS, **arguments | {setting: off}))
+        assert torch.equal(cured, expected)
     patcher.model.generation_config = config
-    with pytest.raises(ValueError, match=message):
-        patcher.generate(IDS)
-    assert torch.equal(token_ids(list(patcher.generate(IDS, **{name: off}))), expected)
+    if setting in ("cache_implementation", "compile_config"):
+        assert torch.equal(tokens_of(patcher.generate(IDS)), expected)
+    else:
+        with refusal:
+            patcher.generate(IDS)
+    assert torch.equal(tokens_of(patcher.generate(IDS, **{setting: off})), expected)
 
 
-def test_a_way_of_decoding_that_is_not_known(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    patcher, _ = both
+def test_loops_that_are_not_ours(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of others, and a way of decoding that is not known."""
+    patcher, twin = both
     patcher.model.generation_config = GenerationConfig(**ENDS)
+    for name in ("assistant_model", "custom_generate"):
+        with pytest.raises(ValueError, match=f"expected no {name}, got LlamaForCausalLM"):
+            patcher.generate(IDS, **{name: twin})
     monkeypatch.setattr(
         GenerationConfig, "get_generation_mode", lambda *_: GenerationMode.BEAM_SEARCH
     )
     with pytest.raises(ValueError, match="got those of beam_search"):
         patcher.generate(IDS, max_new_tokens=1)
-
-
-@pytest.mark.parametrize("name", ["assistant_model", "custom_generate"])
-def test_other_loops_are_refused(name: str, both: Any) -> None:
-    patcher, twin = both
-    refusal = pytest.raises(ValueError, match=f"expected no {name}, got LlamaForCausalLM")
-    with refusal:
-        patcher.generate(IDS, **{name: twin})
 
 
 def test_steps_hold_the_logits_and_scores_of_a_dictionary(both: Any) -> None:
@@ -182,7 +165,7 @@ def test_stop_strings_end_rows_as_in_transformers(both: Any) -> None:
     config = GenerationConfig(**greedy, **stop)
 
     def generated(patcher: ContextPatcher, **arguments: Any) -> list[int]:
-        return token_ids(list(patcher.generate(**inputs, **arguments)))[0].tolist()
+        return tokens_of(patcher.generate(**inputs, **arguments))[0].tolist()
 
     with ContextPatcher(model, "stable", tokenizer=tokenizer) as patcher:
         for arguments in (stop, {"generation_config": config}):
@@ -223,23 +206,12 @@ def test_outputs_that_the_model_itself_gives(name: str, both: Any) -> None:
     assert torch.equal(step.token_ids, twin(IDS).logits[:, -1].argmax(-1))
 
 
-def test_embeddings_of_no_token_as_new_rows() -> None:
-    model: Any = build("llama")
-    vectors = torch.randn(3, model.config.hidden_size)
-    embeds = torch.cat([vectors, model.get_input_embeddings()(IDS[0])])[None]
-    with torch.no_grad():
-        expected = model(inputs_embeds=embeds).logits[0, -1]
-        table = model.resize_token_embeddings(100, mean_resizing=False)
-        table.weight[97:] = vectors
-    ids = torch.cat([torch.arange(97, 100), IDS[0]])[None]
+def test_embeddings_and_inputs_without_a_name(both: Any) -> None:
+    patcher, _ = both
+    patcher.model.generation_config = GenerationConfig(**ENDS)
     message = r"inputs_embeds, which is unsupported: a patch names its tokens, so give input_ids\."
-    with ContextPatcher(model) as patcher:
-        for arguments in ({}, {"input_ids": ids}):
-            with pytest.raises(TypeError, match=message):
-                patcher.generate(inputs_embeds=embeds, **arguments)
-        with pytest.raises(
-            TypeError, match=r"inputs, which is unsupported: give .* as context_ids"
-        ):
-            patcher.generate(inputs=ids)  # as transformers calls them
-        [step] = patcher.generate(ids, max_new_tokens=1)
-    assert metrics.linf(step.logits[0, :97], expected).max() <= noise_limit(model)
+    for arguments in ({}, {"input_ids": IDS}):
+        with pytest.raises(TypeError, match=message):
+            patcher.generate(inputs_embeds=torch.ones(2, 5, 48), **arguments)
+    with pytest.raises(TypeError, match=r"inputs, which is unsupported: give .* as context_ids"):
+        patcher.generate(inputs=IDS)  # as transformers calls them

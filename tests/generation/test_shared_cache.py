@@ -35,6 +35,7 @@ REFUSED = {
     "falcon-rw": "'sdpa', not one each, as its class has attention code of its own",
     "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
 }
+TWO_PASSES = [("gemma3", "direct"), ("recurrent_gemma", "stable"), ("recurrent_gemma", "exact")]
 
 
 @pytest.mark.parametrize("family", of_the_zoo(COVERED))
@@ -64,38 +65,36 @@ def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
             assert (size - other.patch.norms()[name]).abs().max() <= limit * size.max(), name
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
-    model = shallow(family, 1)
+@pytest.mark.parametrize(
+    ("family", "update"), [*((family, "stable") for family in REFUSED), *TWO_PASSES]
+)
+def test_what_it_does_not_cover_is_refused_by_name(family: str, update: str) -> None:
+    """The default takes another mode, and says that two passes are slower."""
+    mode, message = "two_pass", f"'two_pass' for steps of the update '{update}'"
+    if family in REFUSED:
+        mode, message = "two_stream", f"mode=.shared_cache.*{re.escape(REFUSED[family])}"
+    model, arguments = shallow(family, 1), {"max_new_tokens": 2}
     before = Snapshot(model)
-    with ContextPatcher(model, "stable") as patcher:
-        message = f"mode=.shared_cache.*{re.escape(REFUSED[family])}"
-        with pytest.raises(UnsupportedModelError, match=message):
-            patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
-        assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_stream"
-        works(patcher)
+    with ContextPatcher(model, update) as patcher:
+        with pytest.raises(ValueError, match=message) as refusal:
+            patcher.generate(IDS, mode="shared_cache", **arguments)
+        assert isinstance(refusal.value, UnsupportedModelError) == (family in REFUSED)
+        slower = "rows of both streams" if family in REFUSED else "in two passes"
+        with pytest.warns(SlowerStepsWarning, match=f"{update} steps run .*{slower}"):
+            assert next(patcher.generate(IDS, **arguments)).mode == mode
+        if family != "recurrent_gemma":  # whose context has no padding
+            works(patcher)
     before.check(model)
 
 
-@pytest.mark.parametrize(
-    ("family", "update"),
-    [("gemma3", "direct"), ("recurrent_gemma", "stable"), ("recurrent_gemma", "exact")],
-)
-def test_updates_of_two_passes_say_so(family: str, update: str) -> None:
-    with ContextPatcher(shallow(family, 1), update) as patcher:
-        with pytest.raises(ValueError, match=f"'two_pass' for steps of the update '{update}'"):
-            patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
-        with pytest.warns(SlowerStepsWarning, match=f"{update} steps run in two passes"):
-            assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_pass"
+FAULTS = ("sees the context", "sees nothing", "one stream twice", "later")
+WRONG = [("mixtral", "stable", "later"), *(("llama", "stable", fault) for fault in FAULTS)]
+WRONG += [("cohere", update, "rows twice") for update in ("stable", "exact")]
 
 
-WRONG = [("mixtral", "later")]
-WRONG += [("llama", x) for x in ("sees the context", "sees nothing", "one stream twice", "later")]
-
-
-@pytest.mark.parametrize(("family", "fault"), WRONG)
+@pytest.mark.parametrize(("family", "update", "fault"), WRONG)
 def test_the_trial_notices_a_wrong_stream(
-    family: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    family: str, update: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reduced logits are the context's whatever the reduced rows see: the writers absorb it.
     The replay tells. One fault begins in two of the trial's six replays, of the longest context.
@@ -117,30 +116,21 @@ def test_the_trial_notices_a_wrong_stream(
         )
         return made
 
-    monkeypatch.setattr(SharedCacheStreams, "_attend", wrong)
-    model = shallow(family)
-    before = Snapshot(model)
-    with ContextPatcher(model, "stable") as patcher:
-        for _ in range(2):  # the second time it is remembered
-            with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
-                patcher.plans.for_mode(DecodeMode.SHARED_CACHE)
-    before.check(model)
-
-
-@pytest.mark.parametrize("update", ["stable", "exact"])
-def test_the_trial_notices_rows_of_one_stream_twice(
-    update: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attend = TwoStreams._attend
-
-    def wrong(*inputs: Any) -> torch.Tensor:
-        context, _ = attend(*inputs).chunk(2)
+    def twice(*inputs: Any) -> torch.Tensor:
+        context, _ = own(*inputs).chunk(2)
         return torch.cat([context, context])
 
-    monkeypatch.setattr(TwoStreams, "_attend", wrong)
-    refusal = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
-    with ContextPatcher(shallow("cohere"), update) as patcher, refusal:
-        patcher.plans.for_mode(DecodeMode.TWO_STREAM)
+    own = TwoStreams._attend
+    monkeypatch.setattr(SharedCacheStreams, "_attend", wrong)
+    monkeypatch.setattr(TwoStreams, "_attend", twice)
+    model = shallow(family)
+    mode = DecodeMode.TWO_STREAM if fault == "rows twice" else DecodeMode.SHARED_CACHE
+    before = Snapshot(model)
+    with ContextPatcher(model, update) as patcher:
+        for _ in range(2):  # the second time it is remembered
+            with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
+                patcher.plans.for_mode(mode)
+    before.check(model)
 
 
 def test_another_attention_is_named_with_its_cure() -> None:

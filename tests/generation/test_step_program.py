@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.numeric import replay_error
+from support.numeric import normal, replay_error, same_bits, seeded
 from support.patchers import IDS
 from support.random_models import build, ragged, randomised, shallow, tokens
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from transformers import DogeConfig, DogeForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from icl_patch import ContextPatcher, ops
-from icl_patch.errors import SlowerStepsWarning, UnsupportedModelError
+from icl_patch import ContextPatcher, UnsupportedModelError, ops
+from icl_patch.errors import SlowerStepsWarning
 from icl_patch.generation.decode_step import StepOutput
 from icl_patch.generation.decoding import DecodeState, decode_one_token, start_decoding
 from icl_patch.generation.loop import GenerationStep
@@ -48,17 +48,13 @@ def leaves(output: StepOutput) -> list[Any]:
 
 
 def all_bits(found: list[Any], wanted: list[Any]) -> bool:
-    pairs = list(zip(found, wanted, strict=True))
-    bits = [
-        [x.contiguous().flatten().view(torch.uint8) for x in pair]
-        for pair in pairs
-        if isinstance(pair[0], Tensor)
-    ]
-    return len(bits) > 4 and all(torch.equal(*pair) for pair in bits)
+    pairs = [pair for pair in zip(found, wanted, strict=True) if isinstance(pair[0], Tensor)]
+    return len(pairs) > 4 and all(same_bits(*pair) for pair in pairs)
 
 
-# Norms behind the MLP and windows that fill, biases, experts, parallel and post-LN blocks.
-FAMILIES = ("gemma3", "llama", "gpt2", "cohere2", "qwen3_moe", "opt-post-norm")
+# Norms behind the MLP and windows that fill, blocks that go on from their sum, biases, experts,
+# parallel and post-LN blocks.
+FAMILIES = ("gemma3", "gemma4", "llama", "gpt2", "cohere2", "qwen3_moe", "opt-post-norm")
 
 
 @pytest.mark.parametrize("update", ["exact", "stable"])
@@ -84,10 +80,12 @@ def test_a_program_has_every_bit_of_the_models_own_code(family: str, update: str
 
 @pytest.mark.parametrize("update", ["exact", "stable"])
 def test_generation_with_and_without(update: str) -> None:
-    """The same tokens, logits and patches; a later context runs the program that is there."""
+    """The same tokens, logits and patches; a later context runs the program that is there. Few
+    tokens are not worth one.
+    """
     model = shallow("gemma3")
     with ContextPatcher(model, update) as patcher:
-        assert patcher.step_source is None
+        steps_of(patcher, max_new_tokens=STEPS - 1)
         wanted = steps_of(patcher, compile=False)
         assert patcher.step_source is None
         found = steps_of(patcher)
@@ -126,46 +124,25 @@ def test_the_source_while_generations_run() -> None:
     assert patcher.step_source is None
 
 
-def test_few_tokens_are_not_worth_a_program() -> None:
-    with ContextPatcher(shallow("llama")) as patcher:
-        steps_of(patcher, max_new_tokens=15)
-        assert patcher.step_source is None
-        steps_of(patcher, max_new_tokens=16)
-        assert patcher.step_source is not None
-
-
-def of_source(source: str, block: int) -> list[str]:
-    """The lines of a block."""
-    return re.split(r"\n +# model\.layers\.\d+\n", source)[1:][block].strip().splitlines()
-
-
-@pytest.mark.parametrize(
-    ("family", "limit"), [pytest.param("llama", 22, id="llama"), ("gemma3", 28)]
-)
+@pytest.mark.parametrize(("family", "limit"), [("llama", 22), ("gemma3", 28)])
 def test_a_block_is_one_screen(family: str, limit: int) -> None:
-    """Each block's part of the source has the same operators, and no more than that; it names the
-    weights, and shows where the update is read and written.
+    """The second block's part of the source has no more lines than that; it names the weights, and
+    shows where the update is read and written. The documentation shows one.
     """
-    with ContextPatcher(build(family, num_hidden_layers=3), "exact") as patcher:
+    with ContextPatcher(build(family), "exact") as patcher:
         steps_of(patcher, context_ids=IDS[:1])
-        source = patcher.step_source
-        assert source is not None
-    blocks = [of_source(source, number) for number in (0, 1)]
-    called = [x.partition(" = ")[2].partition("(")[0] for x in blocks[1]]
+        assert patcher.step_source is not None
+        source = re.split(r"\n +# model\.layers\.\d+\n", patcher.step_source)[2]
+    block = source.strip().splitlines()
+    called = [x.partition(" = ")[2].partition("(")[0] for x in block]
     for name in ("linear_maps", "record_linears", "write_and_attend"):
         assert called.count(name) == 1
-    assert len(blocks[1]) <= limit, blocks[1]
+    assert len(block) <= limit, block
     for weight in ("self_attn_q_proj", "mlp_up_proj", "mlp_down_proj"):
-        assert any(f"layers_1_{weight}_weight" in line for line in blocks[1])
-
-
-def test_the_block_in_the_documentation() -> None:
-    with ContextPatcher(build("llama"), "exact") as patcher:
-        steps_of(patcher, context_ids=IDS[:1])
-        assert patcher.step_source is not None
-        lines = [line.strip() for line in of_source(patcher.step_source, 1)]
+        assert any(f"layers_1_{weight}_weight" in line for line in block)
     page = (Path(__file__).parents[2] / "docs/how_it_works.md").read_text()
-    assert "\n".join(["```text", *lines, "```"]) in page
+    shown = "\n".join(["```text", *map(str.strip, block), "```"])
+    assert (shown in page) == (family == "llama")
 
 
 # -- what a program must not keep silently
@@ -211,9 +188,14 @@ PLANTED = {
 }
 
 
+COMPILED = "compile does not cover LlamaForCausalLM: .*(look|get value|reads a tensor)"
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_a_program_cannot_hold_runs_as_before(name: str) -> None:
-    """With a warning that says why, and with a cache that no program has written."""
+    """With a warning that says why, and with a cache that no program has written. What a step that
+    looks at its numbers found would be there for good: it is not compiled.
+    """
     change, reason = PLANTED[name]
     logits = []
     for recorded in (False, True):
@@ -224,6 +206,9 @@ def test_what_a_program_cannot_hold_runs_as_before(name: str) -> None:
             if not recorded:
                 logits += [decode_one_token(state, IDS[:, n]).logits for n in range(5)][-1:]
                 continue
+            if name in ("item", "tolist", "numpy"):
+                with pytest.raises(UnsupportedModelError, match=COMPILED):
+                    steps_of(patcher, compile=True)
             assert use_program(patcher.plans, state) is not None
             with pytest.warns(SlowerStepsWarning, match=reason):
                 logits += [decode_one_token(state, IDS[:, n]).logits for n in range(5)][-1:]
@@ -376,18 +361,25 @@ def test_windows_that_would_grow() -> None:
 # -- programs of functions
 
 
-def program_of(function: Callable[[], Tensor], **names: Tensor) -> StepProgram:
+def check_program(step: Callable[[], Tensor], x: Tensor, *memory: Tensor) -> list[str]:
+    """The program of a step has its bits for other numbers in ``x``, and leaves the same in memory;
+    returns the lines of its source.
+    """
     with torch.no_grad():
-        return StepProgram(lambda: [function()], names, ())
-
-
-def lines_of(program: StepProgram) -> list[str]:
+        program = StepProgram(lambda: [step()], {"x": x}, ())
+    for seed in (3, 4):
+        x.copy_(normal(seeded(seed), *x.shape))
+        wanted, written = step(), [place.clone() for place in memory]
+        for place in memory:
+            place.zero_()
+        assert same_bits(program.leaf(program(), 0), wanted)
+        assert all(map(same_bits, memory, written))
     return program.source.splitlines()[1:-1]
 
 
 def test_what_is_left_out() -> None:
     """Copies, repeated and constant work, unused results, views that undo each other."""
-    x = torch.arange(6.0).reshape(1, 2, 3)
+    x = torch.randn(1, 2, 3)
 
     def step() -> Tensor:
         unused = x.exp()
@@ -396,12 +388,9 @@ def test_what_is_left_out() -> None:
         again = (x + x).clone()
         return (doubled.view(6).unsqueeze(0).view(1, 2, 3) * again.view(2, 3)) + ones
 
-    program = program_of(step, x=x)
-    assert [line.partition(" = ")[2][:3] for line in lines_of(program)].count("x +") == 1
-    assert not re.search("clone|exp|ones", program.source)
-    for number in (1.0, 7.0):
-        x.fill_(number)
-        assert torch.equal(program.leaf(program(), 0), step())
+    lines = check_program(step, x)
+    assert [line.partition(" = ")[2][:3] for line in lines].count("x +") == 1
+    assert not re.search("clone|exp|ones", "\n".join(lines))
 
 
 def test_what_only_looks_like_numbers_of_the_host() -> None:
@@ -416,12 +405,9 @@ def test_what_only_looks_like_numbers_of_the_host() -> None:
         total = total + differ + many + (x != 3)
         return nn.functional.scaled_dot_product_attention(total, x, x)
 
-    program = program_of(step, x=x)
-    for seed in (3, 4):
-        x.copy_(torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(seed)))
-        assert torch.equal(program.leaf(program(), 0), step())
+    check_program(step, x)
     with pytest.raises(RuntimeError, match="draws random numbers"):
-        program_of(lambda: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
+        check_program(lambda: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), x)
 
 
 def test_the_host_may_read_what_is_the_same_in_every_step() -> None:
@@ -437,26 +423,10 @@ def test_the_host_may_read_what_is_the_same_in_every_step() -> None:
         number = torch.zeros(4).copy_(x)
         return x * number[0].item()
 
-    program = program_of(constant, x=x)
-    assert torch.equal(program.leaf(program(), 0), constant())
-    assert len(lines_of(program)) == 1  # the product alone
+    assert len(check_program(constant, x)) == 1  # the product alone
     for step in (written, lambda: x * (x + 1)[0].item(), lambda: x * x[0].item()):
         with pytest.raises(RuntimeError, match="reads a tensor's numbers"):
-            program_of(step, x=x)
-
-
-def test_parts_of_other_dtypes() -> None:
-    """A tensor that was put together has one dtype, which its parts may not have."""
-    x = torch.randn(1, 1, 4)
-
-    def step() -> Tensor:
-        both = torch.cat([(x + 1).bfloat16(), x * 2])
-        return both[:1] * 3 + both[1:]
-
-    program = program_of(step, x=x)
-    x.copy_(torch.randn(1, 1, 4))
-    found = program.leaf(program(), 0)
-    assert found.dtype == torch.float32 and torch.equal(found, step())
+            check_program(step, x)
 
 
 def test_what_lies_together_is_not_cut_and_joined_again() -> None:
@@ -473,12 +443,10 @@ def test_what_lies_together_is_not_cut_and_joined_again() -> None:
         parts = rows + 1, halves + 2, second + 3, whole.flatten(0, 1) + 4, mixed + 5
         return torch.cat([part.double() for part in parts])
 
-    program = program_of(step, x=x)
-    joins = [line for line in lines_of(program) if re.search("= (cat|stack|clone)[_0-9]*\\(", line)]
+    lines = check_program(step, x)
+    joins = [line for line in lines if re.search("= (cat|stack|clone)[_0-9]*\\(", line)]
     # halves: 3 parts; second: all of the values, and a cut; whole; mixed; the result
-    assert len(joins) == 6 and not any("stack(" in line for line in joins), program.source
-    x.copy_(torch.randn(4, 6, generator=torch.Generator().manual_seed(3)))
-    assert torch.equal(program.leaf(program(), 0), step())
+    assert len(joins) == 6 and not any("stack(" in line for line in joins), lines
 
 
 @pytest.mark.parametrize("rows", [2, 4])
@@ -499,62 +467,43 @@ def test_maps_of_one_input_are_one_call(rows: int) -> None:
             y += [pair, change]
         return torch.cat([part.flatten() for part in y])
 
-    program = program_of(step, x=x)
-    called = re.findall("= ([a-z_]+)[_0-9]*\\(", program.source)
+    called = re.findall("= ([a-z_]+)[_0-9]*\\(", "\n".join(check_program(step, x)))
     counts = {name: called.count(name) for name in ("linear_maps", "record_linears")}
     assert counts == {"linear_maps": 1, "record_linears": 1} and "record_linear" not in called
     assert called.count("patched_linear") == 3
-    x.copy_(torch.randn(rows, 5, generator=torch.Generator().manual_seed(3)))
-    assert torch.equal(program.leaf(program(), 0), step())
-
-
-def test_maps_of_what_a_step_writes_stay_in_their_places() -> None:
-    x, weights = torch.randn(2, 5), [torch.randn(3, 5), torch.randn(3, 5)]
-
-    def step() -> Tensor:
-        z = x + 1
-        first = ops.patched_linear(z, weights[0])
-        z.clamp_(max=1.5)
-        return torch.cat([first, ops.patched_linear(z, weights[1])])
-
-    program = program_of(step, x=x)
-    x.copy_(torch.full((2, 5), 2.0))
-    assert torch.equal(program.leaf(program(), 0), step())
 
 
 def test_numbers_that_only_look_alike() -> None:
     """A scalar tensor, which does not decide on a dtype; zeros of two signs; rows without numbers;
-    conjugates, which are refused.
+    parts that have another dtype than what they were put together to; conjugates, which are
+    refused.
     """
     x, scale = torch.ones(3, 1, 4, dtype=torch.bfloat16), torch.tensor(0.3)
 
     def step() -> Tensor:
         half, empty = x + x, x[:0] + 1
         zeros = [1 / (half.float() * zero) for zero in (0.0, -0.0)]
-        return torch.cat([(half * scale).float(), *zeros, (empty + empty).float()])
+        both = torch.cat([half, x.float() * 2])
+        mixed = both[:3] * 3 + both[3:]
+        return torch.cat([(half * scale).float(), *zeros, (empty + empty).float(), mixed])
 
-    program = program_of(step, x=x)
-    x.fill_(3)
-    assert torch.equal(program.leaf(program(), 0), step())
+    check_program(step, x)
     with pytest.raises(RuntimeError, match="a view with other numbers"):
-        program_of(lambda: torch.view_as_real((x * 1j).conj()).float())
+        check_program(lambda: torch.view_as_real((x * 1j).conj()).float(), x)
 
 
 def test_what_is_kept() -> None:
-    """Writes in place, in order; copies of what is written into later; bits of strided memory."""
-    x, memory = torch.randn(4, 3), torch.zeros(4, 3)
+    """Writes in place, in order; copies of what is written into later, and maps of it before and
+    after; bits of strided memory.
+    """
+    x, memory, weight = torch.randn(4, 3), torch.zeros(4, 3), torch.randn(4, 3)
 
     def step() -> Tensor:
         total = x + 1
-        before = total.clone()
+        before, mapped = total.clone(), ops.patched_linear(total, weight)
         total[1:3].mul_(2)
         memory.copy_(total)
-        return torch.cat([before.T.flip(0), memory.T]) + total.view(-1)[:4]
+        mapped = torch.cat([mapped, ops.patched_linear(total, weight[:3])], 1)
+        return torch.cat([before.T.flip(0), memory.T, mapped.T]) + total.view(-1)[:4]
 
-    program = program_of(step, x=x, memory=memory)
-    for seed in (3, 4):
-        x.copy_(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)))
-        wanted, written = step(), memory.clone()
-        memory.zero_()
-        assert torch.equal(program.leaf(program(), 0), wanted)
-        assert torch.equal(memory, written)
+    check_program(step, x, memory)

@@ -36,31 +36,36 @@ def some_rows(n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 
 @every_dtype
 @pytest.mark.parametrize("n", SIZES)
-def test_every_dtype_is_like_the_cpu_and_a_row_does_not_see_its_batch(
-    n: int, dtype: torch.dtype
-) -> None:
+def test_every_dtype_is_like_the_cpu(n: int, dtype: torch.dtype) -> None:
+    """And a row sees neither its batch nor strides."""
     m, g = some_rows(n, dtype)
     rms = (torch.rand(len(m), generator=seeded(0)) + 0.5).to(dtype).cuda()
     h = normal(seeded(1), *m.shape, dtype=dtype).cuda()
+
+    def both(*given: Tensor, eps: float) -> tuple[ops.RMSNormInverse, ops.StableScale]:
+        g, scale, rms, h = given
+        return ops.invert_rmsnorm(g, scale, rms, eps, h), ops.stable_scale(g, scale, h, eps)
+
     # of eps = 0 rows are at the boundary between a root and none, where fp64 sums decide
     for scale, eps in ((m, 0.0), (m, 1e-6), (m[0], 0.1))[dtype != torch.float32 :]:
-        inverse = ops.invert_rmsnorm(g, scale, rms, eps, h)
-        expected = ops.invert_rmsnorm(g.cpu(), scale.cpu(), rms.cpu(), eps, h.cpu())
-        check_rows(scale.cpu(), g.cpu(), rms.cpu(), eps, on_cpu(inverse))
-        stable = ops.stable_scale(g, scale, h, eps)
-        expected_stable = ops.stable_scale(g.cpu(), scale.cpu(), h.cpu(), eps)
-        for x, y in ((inverse, expected), (stable, expected_stable)):
+        given = g, scale, rms, h
+        made, expected = both(*given, eps=eps), both(*(x.cpu() for x in given), eps=eps)
+        check_rows(scale.cpu(), g.cpu(), rms.cpu(), eps, on_cpu(made[0]))
+        for x, y in zip(made, expected, strict=True):
             assert torch.equal(x.status.cpu(), y.status)
             assert [a.dtype for a in vars(x).values()] == [b.dtype for b in vars(y).values()]
-        size = expected_stable.u.abs() + h.cpu().abs().to(expected_stable.u.dtype)
+        size = expected[1].u.abs() + h.cpu().abs().to(expected[1].u.dtype)
         size = size.norm(dim=1, keepdim=True)
-        assert ((stable.u.cpu() - expected_stable.u).abs() <= ROOT_ULP * size).all()
+        assert ((made[1].u.cpu() - expected[1].u).abs() <= ROOT_ULP * size).all()
         for rows in (torch.arange(len(m)).flip(0), torch.arange(5), torch.tensor([3])):
             place = rows.cuda()
             own = scale[place] if scale.dim() == 2 else scale
-            alone = ops.invert_rmsnorm(g[place], own, rms[place], eps, h[place])
-            assert same_rows(alone, inverse, place)
-            assert same_rows(ops.stable_scale(g[place], own, h[place], eps), stable, place)
+            alone = both(g[place], own, rms[place], h[place], eps=eps)
+            assert all(same_rows(x, y, place) for x, y in zip(alone, made, strict=True))
+        for lay in LAYOUTS.values() if n in (31, 4097, 16384) else ():
+            assert all(map(same_rows, both(*map(lay, given), eps=eps), made))
+    expanded = ops.invert_rmsnorm(g[1].expand(5, n), m[1].expand(5, n), rms[:1].expand(5))
+    assert same_rows(expanded, ops.invert_rmsnorm(g[1].repeat(5, 1), m[1], rms[:1].repeat(5)))
 
 
 @pytest.mark.parametrize("n", [31, 2049, 5376, 16384])
@@ -77,22 +82,6 @@ def test_a_poisoned_row_leaves_the_others_alone(n: int) -> None:
     for field in fields(clean):
         x, y = (getattr(each, field.name).cpu()[others] for each in (result, clean))
         assert torch.equal(x, y)
-
-
-@every_dtype
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("n", [31, 4097, 16384])
-def test_strides_do_not_show(n: int, layout: str, dtype: torch.dtype) -> None:
-    lay = LAYOUTS[layout]
-    m, g = some_rows(n, dtype)
-    h, rms = normal(seeded(3), *m.shape, dtype=dtype).cuda(), torch.ones(len(m), dtype=dtype).cuda()
-    for scale in (m, m[1]):
-        laid = (lay(g), lay(scale), lay(rms), 0.1, lay(h))
-        assert same_rows(ops.invert_rmsnorm(*laid), ops.invert_rmsnorm(g, scale, rms, 0.1, h))
-        stable = ops.stable_scale(lay(g), lay(scale), lay(h), 0.1)
-        assert same_rows(stable, ops.stable_scale(g, scale, h, 0.1))
-    expanded = ops.invert_rmsnorm(g[1].expand(5, n), m[1].expand(5, n), rms[:1].expand(5))
-    assert same_rows(expanded, ops.invert_rmsnorm(g[1].repeat(5, 1), m[1], rms[:1].repeat(5)))
 
 
 @every_narrow

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from support.numeric import normal, seeded
+from torch import Tensor, nn
 
+from icl_patch.invariance.arithmetic import InvariantModules
 from icl_patch.invariance.functions import ROW_FUNCTIONS, attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-WIDE = [*DTYPES, torch.float64]  # no kernel of ours takes it
 ROWS, WIDTHS = 64, (1, 7, 33, 255, 709)
 PARTS = [slice(0, 2), slice(1, 8), slice(47, 64), slice(3, 36), slice(0, 64)]
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
@@ -40,30 +41,14 @@ def differing(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_activation_gives_a_row_the_same_bits_everywhere(name: str, dtype: torch.dtype) -> None:
+    """And is rounded once. In fp64 too, which no kernel of ours takes."""
     own, options = OPTIONS[name]
     for width in WIDTHS:
         x = rows_of(width, dtype, positive=name == "rsqrt")
         assert differing(lambda part: ROW_FUNCTIONS[own](part, **options), x) == 0
-
-
-@pytest.mark.usefixtures("threads")
-def test_the_activations_of_torch_do_not() -> None:
-    """The test above would notice."""
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("without vector instructions torch computes all elements alike")
-    own = [F.silu, torch.sigmoid, F.softplus]
-    x = rows_of(709, torch.float32)
-    assert [function.__name__ for function in own if differing(function, x) == 0] == []
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_activation_is_rounded_once(name: str, dtype: torch.dtype) -> None:
-    own, options = OPTIONS[name]
-    x = rows_of(709, dtype, positive=name == "rsqrt")
     out, expected = ROW_FUNCTIONS[own](x, **options), own(x.double(), **options)
     assert out.dtype == dtype
     # fp32's own operations take up to four roundings of the larger of input and output
@@ -95,12 +80,19 @@ def test_products_give_a_row_the_same_bits_everywhere(dtype: torch.dtype) -> Non
             assert ((product(x).double() - expected).abs() <= error + half).all(), name
 
 
-def test_the_product_of_torch_does_not() -> None:
-    """The test above would notice."""
-    if not torch.backends.mkl.is_available():
-        pytest.skip("needs MKL, which chooses a product's kernel by the number of rows")
-    weight = torch.randn(96, 255, generator=torch.Generator().manual_seed(1))
-    assert differing(lambda part: F.linear(part, weight), rows_of(255, torch.float32)) > 0
+@pytest.mark.usefixtures("threads")
+def test_those_of_torch_do_not() -> None:
+    """The tests above would notice: without vector instructions torch computes all elements alike,
+    without MKL it chooses no product's kernel by the number of rows.
+    """
+    own: list[Callable[[Tensor], Tensor]] = []
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        own += [F.silu, torch.sigmoid, F.softplus]
+    if torch.backends.mkl.is_available():
+        weight = normal(seeded(1), 96, 709, dtype=torch.float32)
+        own.append(lambda part: F.linear(part, weight))
+    x = rows_of(709, torch.float32)
+    assert [function for function in own if differing(function, x) == 0] == []
 
 
 def test_grouped_products_are_those_of_each_expert() -> None:
@@ -114,13 +106,15 @@ def test_grouped_products_are_those_of_each_expert() -> None:
     assert not out[8:].any()
 
 
+def problem(tokens: int = 1) -> list[Tensor]:
+    """Query, key and value of five rows with grouped heads."""
+    shapes = ((6, tokens), (2, 37), (2, 37))
+    return [normal(seeded(2), 5, *shape, 24, dtype=torch.float32) for shape in shapes]
+
+
 def attended(mask: Tensor | None, rows: slice, keys: slice, *, tokens: int = 1) -> Tensor:
-    """Rows of one attention with grouped heads, over some of its keys."""
-    generator = torch.Generator().manual_seed(2)
-    query, key, value = (
-        torch.randn(5, heads, length, 24, generator=generator)
-        for heads, length in ((6, tokens), (2, 37), (2, 37))
-    )
+    """Rows of one attention, over some of its keys."""
+    query, key, value = problem(tokens)
     parts = (query[rows], key[rows, :, keys], value[rows, :, keys])
     return attention(*parts, attn_mask=mask, enable_gqa=True, is_causal=mask is None and tokens > 1)
 
@@ -143,15 +137,71 @@ def test_attention_of_several_tokens_over_a_cache_equals_sdpa() -> None:
         for token in range(tokens):
             mask[row, :, token, start : 28 + token] = True
     together = attended(mask, slice(0, 5), slice(0, 37), tokens=tokens)
-    generator = torch.Generator().manual_seed(2)
-    query, key, value = (
-        torch.randn(5, heads, length, 24, generator=generator).double()
-        for heads, length in ((6, tokens), (2, 37), (2, 37))
-    )
-    expected = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    wide = [x.double() for x in problem(tokens)]
+    expected = F.scaled_dot_product_attention(*wide, mask, enable_gqa=True)
     torch.testing.assert_close(together.double(), expected, atol=2e-6, rtol=2e-6)
 
 
 def test_a_mask_of_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match="expected an attention mask"):
         attended(torch.zeros(5, 1, 1, 37), slice(0, 5), slice(0, 37))
+
+
+# In which modules of a model they are replaced during a decode step
+
+
+X = rows_of(77, torch.float32)
+
+
+class Calls(nn.Module):
+    """A function of torch; ``modes`` notes how many modes each call runs in."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.modes = function, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(len(torch.overrides._get_current_function_mode_stack()))
+        return self.function(x)
+
+
+class Model(nn.Module):
+    """Each step runs other modules: ``late`` from step 2 on, an expert by the step's parity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = Calls(F.silu), Calls(F.gelu)
+        self.experts = nn.Sequential(Calls(torch.tanh), Calls(F.silu))
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.late(x) if self.step > 1 else x
+        return self.experts(x) if self.step % 2 else x
+
+
+def test_later_steps_replace_what_the_first_one_replaces() -> None:
+    """Also in modules that the first step did not reach."""
+    model = Model()
+    modules = InvariantModules(model, [])
+    silu, gelu = ROW_FUNCTIONS[F.silu], ROW_FUNCTIONS[F.gelu]
+    assert not torch.equal(silu(X), F.silu(X)) and not torch.equal(gelu(X), F.gelu(X))
+    x = silu(X)
+    expected = [x, silu(torch.tanh(x)), gelu(x), silu(torch.tanh(gelu(x))), gelu(x)]
+    for model.step, wanted in enumerate(expected):
+        with modules.active():
+            assert torch.equal(model(X), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_other_modules_run_without_the_mode(dtype: torch.dtype) -> None:
+    """rsqrt is replaced in narrow dtypes only; all calls of a mixture run in the mode."""
+    silu, rsqrt, tanh, mixture = map(Calls, (F.silu, torch.rsqrt, torch.tanh, torch.tanh))
+    model = nn.Sequential(tanh, silu, rsqrt, mixture)
+    modules = InvariantModules(model, [mixture])
+    for _ in range(2):
+        with modules.active():
+            model(X.to(dtype))
+    assert silu.modes == mixture.modes == [1, 1]
+    assert tanh.modes == [1, 0]
+    assert rsqrt.modes == [1, int(dtype == torch.bfloat16)]

@@ -1,6 +1,6 @@
 """A context in a cache, ready for its decode steps; and a model's own steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,8 +12,15 @@ from transformers import DynamicCache
 from icl_patch import ContextPatcher
 from icl_patch.generation.decode_mode import DecodeMode
 from icl_patch.generation.decoding import DecodeState, start_decoding
+from icl_patch.generation.loop import GenerationStep
 from icl_patch.models.forward import cache_name
 from icl_patch.recording import block_math, decode_recorder
+
+
+def mostly_stress(cases: Iterable[tuple], chosen: Iterable[tuple]) -> list[Any]:
+    """The cases as pytest's parameters; all but the chosen ones run with the stress tests."""
+    chosen, marks = list(chosen), [pytest.mark.stress]
+    return [pytest.param(*case, marks=[] if case in chosen else marks) for case in cases]
 
 
 def prefilled(
@@ -53,6 +60,11 @@ def own_steps(
             token = (logits.argmax(-1) if chosen is None else chosen[step]).unsqueeze(1)
             given["position_ids"] = given["position_ids"] + 1
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+
+
+def tokens_of(steps: Iterable[GenerationStep]) -> Tensor:
+    """The tokens (B, T) of a generation."""
+    return torch.stack([step.token_ids for step in steps], 1)
 
 
 def generated_logits(
