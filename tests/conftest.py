@@ -4,10 +4,12 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support.commands import Run, run_command
 from support.random_models import build
 
 from icl_patch import ContextPatcher
@@ -46,3 +48,9 @@ def llama_patcher() -> Iterator[ContextPatcher]:
     """A patcher on a small Llama, shared by tests that leave it as it is."""
     with ContextPatcher(build("llama")) as patcher:
         yield patcher
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture) -> Run:
+    """Runs a command of ``icl-patch``: its exit status, and what it wrote to stdout and stderr."""
+    return partial(run_command, capsys)

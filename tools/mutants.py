@@ -78,8 +78,9 @@ def first_failure(tests: list[str]) -> str | None:
     )
     if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise SystemExit(f"expected tests in {tests}, pytest found none: mend tools/mutants.toml")
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M)
-    return None if done.returncode == 0 else failed[1] if failed else "the whole process"
+    # a test may show the output of another pytest: its own line is the last
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M)
+    return None if done.returncode == 0 else failed[-1] if failed else "the whole process"
 
 
 def main(*parts: str) -> int:

@@ -65,20 +65,15 @@ def test_each_span_against_its_formula(family: str, update: str, keep_first: int
 
 
 def test_leaving_out_the_whole_context_takes_the_whole_change_away() -> None:
+    """Nothing changes nothing, and spans that are none are refused."""
     done = []
     with ContextPatcher(tiny_models.build("llama", 0), "direct") as patcher:
         spans = [(0, 7), (1, 2), (0, 7)]
         found = attribution(patcher, CONTEXT, KEPT, spans, progress=lambda *x: done.append(x))
         nothing = attribution(patcher, CONTEXT, KEPT, [])
         behind = attribution(patcher, CONTEXT, KEPT, [(2, 7)], keep_first=2)
-    assert (behind == 1).all()
-    assert (found[[0, 2]] == 1).all() and not (found[1] == 1).any()
-    assert done == [(1, 1)]
-    assert nothing.shape == (0, 4)
-
-
-def test_bad_input() -> None:
-    with ContextPatcher(tiny_models.build("llama", 0), "direct") as patcher:
+        assert (behind == 1).all()
+        assert (found[[0, 2]] == 1).all() and not (found[1] == 1).any()
         for arguments, message in (
             ({"spans": [(3, 3)]}, r"0 ≤ start < stop ≤ 7, got \(3, 3\)"),
             ({"spans": [(0, 1), (5, 8)]}, r"got \(5, 8\)"),
@@ -90,3 +85,5 @@ def test_bad_input() -> None:
             given = {"context_ids": CONTEXT, "kept_ids": KEPT, "spans": SPANS, **arguments}
             with pytest.raises(ValueError, match=message):
                 attribution(patcher, **given)
+    assert done == [(1, 1)]
+    assert nothing.shape == (0, 4)

@@ -164,7 +164,8 @@ def test_the_language_model_beside_a_vision_tower(name: str) -> None:
     assert not torch.equal(value_output(model, 0).matrices(), value_output(model, -1).matrices())
 
 
-def test_a_model_is_folded_twice_and_not_under_a_patcher() -> None:
+def test_a_model_is_folded_twice_and_not_under_a_patcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong fold is noticed and undone."""
     model = build("llama")
     before, refusal = Snapshot(model), pytest.raises(ValueError, match="detach the patcher first")
     with fold(model), fold(model):
@@ -175,6 +176,12 @@ def test_a_model_is_folded_twice_and_not_under_a_patcher() -> None:
     with refusal, fold(model):
         patcher = ContextPatcher(model)
     patcher.detach()
+    before.check(model)
+    monkeypatch.setattr(UncentredLayerNorm, "forward", lambda self, x: 2 * x)
+    model = neox()
+    before = Snapshot(model)
+    with pytest.raises(UnsupportedModelError, match="computes something else"), fold(model):
+        pass
     before.check(model)
 
 
@@ -243,12 +250,6 @@ def refused(model: PreTrainedModel, path: str) -> str:
     return folding.refused[path]
 
 
-def test_refuses_norms_of_which_the_output_is_read_elsewhere() -> None:
-    model = tiny_models.build("opt", do_layer_norm_before=False)
-    path = "model.decoder.layers.1.self_attn_layer_norm"
-    assert "the model computes something else" in refused(model, path)
-
-
 def test_a_tied_head_gets_a_weight_of_its_own_and_a_shared_module_is_refused() -> None:
     model = gpt2()
     embeddings = model.transformer.wte.weight
@@ -275,8 +276,11 @@ class InPlace(nn.Module):
         return self.mlp(x.add_(1))
 
 
-def test_refuses_norms_of_another_formula_and_outputs_that_are_changed_in_place() -> None:
+def test_refuses_norms_of_another_formula_and_outputs_that_are_read_elsewhere_or_changed() -> None:
     """Qwen3-Next's linear attention has a norm with a gate."""
+    model = tiny_models.build("opt", do_layer_norm_before=False)
+    path = "model.decoder.layers.1.self_attn_layer_norm"
+    assert "the model computes something else" in refused(model, path)
     model = gpt2()
     model.transformer.h[0].ln_1 = Shifted(32).eval()
     model.transformer.h[0].mlp = InPlace(model.transformer.h[0].mlp)
@@ -308,12 +312,3 @@ def test_bad_arguments_and_attention_of_another_form() -> None:
     model.model.layers[0].self_attn.v_proj = nn.Identity()
     with pytest.raises(UnsupportedModelError, match="expected value and output matrices"):
         value_output(model, 0)
-
-
-def test_a_wrong_fold_is_noticed_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UncentredLayerNorm, "forward", lambda self, x: 2 * x)
-    model = neox()
-    before = Snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="computes something else"), fold(model):
-        pass
-    before.check(model)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.chats import shallow_chat_model
-from support.commands import run
+from support.commands import Run
 from transformers import GenerationMixin
 
 from icl_patch import ContextPatch, ContextPatcher
@@ -49,29 +49,29 @@ def test_every_command_and_ask_have_one_prompt(
     way: tuple[list[str], dict, str, str],
     folder: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture,
+    run: Run,
 ) -> None:
     given, arguments, before, kept = way
     model, tokenizer = load_model(folder, dtype=torch.float32)
     ids = tokenizer(before + kept, add_special_tokens=False, return_tensors="pt").input_ids
     new = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :].tolist()
     options = [folder, *given, "--question", QUESTION, "--dtype", "fp32", "--json"]
-    status, out, _ = run(capsys, "generate", *options, "--max-new-tokens", 3)
+    status, out, _ = run("generate", *options, "--max-new-tokens", 3)
     assert (status, json.loads(out)["token_ids"]) == (0, new)
-    status, out, _ = run(capsys, "verify", *options, "--max-new-tokens", 3, "--update", "stable")
+    status, out, _ = run("verify", *options, "--max-new-tokens", 3, "--update", "stable")
     assert [step["token_id"] for step in json.loads(out)["steps"]] == new
     file = tmp_path / "patch.safetensors"
-    assert run(capsys, "extract", *options, "--out", file)[0] == 0
+    assert run("extract", *options, "--out", file)[0] == 0
     patch = ContextPatch.load(file)
     assert tokenizer.decode(patch.kept_ids[0]) == kept
     with torch.no_grad():
         expected = model(ids).logits[0, -patch.kept_ids.shape[1] :].argmax(-1)
     page = tmp_path / "report.html"
-    status, out, _ = run(capsys, "report", *options, "--max-new-tokens", 3, "--out", page)
+    status, out, _ = run("report", *options, "--max-new-tokens", 3, "--out", page)
     reported = json.loads(out)
     assert (status, reported["context"], reported["question"]) == (0, before, kept)
     assert reported["answers"]["with_context"] == tokenizer.decode(new, skip_special_tokens=True)
-    out = run(capsys, "replay", "--patch", file, folder, "--json")[1]
+    out = run("replay", "--patch", file, folder, "--json")[1]
     replayed = json.loads(out)["rows"][0]["replayed"]
     assert replayed == [tokenizer.decode([token]) for token in expected.tolist()]
     with ContextPatcher(model, tokenizer=tokenizer) as patcher:
@@ -79,13 +79,13 @@ def test_every_command_and_ask_have_one_prompt(
     assert answer.token_ids[0].tolist() == new
 
 
-def test_a_context_alone_is_the_prompt(folder: str, capsys: pytest.CaptureFixture) -> None:
+def test_a_context_alone_is_the_prompt(folder: str, run: Run) -> None:
     command = ["verify", folder, "--max-new-tokens", 2, "--update", "stable", "--json"]
     whole = [*command, "--context", CONTEXT + QUESTION, "--chat"]
     parts = [*command, "--context", CONTEXT, "--question", QUESTION, "--chat"]
-    steps = [json.loads(run(capsys, *arguments)[1])["steps"] for arguments in (whole, parts)]
+    steps = [json.loads(run(*arguments)[1])["steps"] for arguments in (whole, parts)]
     assert steps[0] == steps[1]
-    status, _, err = run(capsys, "generate", folder, "--system", CONTEXT)
+    status, _, err = run("generate", folder, "--system", CONTEXT)
     assert (status, err) == (
         2,
         "icl-patch generate: expected --question, the user's message, with --system\n",
@@ -95,9 +95,9 @@ def test_a_context_alone_is_the_prompt(folder: str, capsys: pytest.CaptureFixtur
         verify(folder, context=ids, system=CONTEXT)
 
 
-def test_what_extract_refuses(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_extract_refuses(folder: str, tmp_path: Path, run: Run) -> None:
     command = ["extract", folder, "--question", "d", "--out", tmp_path / "p.safetensors"]
-    status, _, err = run(capsys, *command, "--context", "")
+    status, _, err = run(*command, "--context", "")
     assert status == 2
     assert "expected a context and a question of at least one token each, got '' and 'd'" in err
     assert not list(tmp_path.iterdir())
@@ -105,7 +105,7 @@ def test_what_extract_refuses(folder: str, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.filterwarnings("ignore::icl_patch.errors.StaticPatchWarning")  # of the chat
 def test_generate_puts_the_front_of_a_static_patch_before_a_text(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = load_model(folder)
     path = "model.layers.0.mlp.up_proj"
@@ -124,6 +124,6 @@ def test_generate_puts_the_front_of_a_static_patch_before_a_text(
         info = StaticInfo.of(model, tokenizer, "test", encode(tokenizer, front))
         StaticPatch(info, changes).save(file)
         command = ["generate", folder, "--patch", file, "--max-new-tokens", 2]
-        assert run(capsys, *command, "--context", CONTEXT, "--question", QUESTION)[0] == 0
-        assert run(capsys, *command, "--question", QUESTION, "--chat")[0] == 0
+        assert run(*command, "--context", CONTEXT, "--question", QUESTION)[0] == 0
+        assert run(*command, "--question", QUESTION, "--chat")[0] == 0
         assert prompts[-2:] == [f"{begin}{CONTEXT}{QUESTION}", f"<user>{QUESTION}\n<model>"]

@@ -2,12 +2,13 @@
 
 import argparse
 import io
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.commands import run
+from support.commands import Run
 from support.processes import run_python
 from transformers import PreTrainedConfig, T5Config, ViTConfig
 
@@ -34,15 +35,6 @@ from icl_patch.static import LowRank, StaticInfo, StaticPatch
 def prompt_text() -> str:
     prompt = embedded.held_out_prompts("recall", 1)[0]
     return prompt.context + prompt.question
-
-
-def test_verify_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture) -> None:
-    command = ("verify", "--max-new-tokens", "5", "--dtype", "bf16", "--json")
-    status, out, err = run(capsys, *command)
-    numbers = json.loads(out)
-    assert (status, err, numbers["tokens"]) == (0, "", 5)
-    names = ("update", "dtype", "bit_identical")
-    assert [numbers[name] for name in names] == ["exact", "bfloat16", 1.0]
 
 
 def test_a_terminal_of_80_columns_breaks_no_word(capsys: pytest.CaptureFixture) -> None:
@@ -72,9 +64,7 @@ def test_the_legend_explains_what_stands_in_the_tables() -> None:
         assert "floor L∞: the noise" in legend
 
 
-def test_replay_says_that_a_patch_has_become_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_replay_says_that_a_patch_has_become_another(tmp_path: Path, run: Run) -> None:
     """As on another processor: the file's digest is of other logits than those of its replay."""
     model, tokenizer = embedded.load()
     context, kept = (tokenizer(x, return_tensors="pt").input_ids for x in ("mode upper\n", "fmrp>"))
@@ -83,46 +73,45 @@ def test_replay_says_that_a_patch_has_become_another(
     file = tmp_path / "patch.safetensors"
     command = ["replay", "--patch", file, "--json"]
     patch.save(file)
-    assert run(capsys, *command)[0] == 0
+    assert run(*command)[0] == 0
     others = LogitDigest.of(-patch.logits, patch.kept_mask, torch.float32, identical=False)
     patch.with_digest(others).save(file)
-    status, out, _ = run(capsys, *command)
+    status, out, _ = run(*command)
     assert (status, json.loads(out)["error"]["type"]) == (1, "ReplayMismatch")
     model, _ = embedded.load()
     with ContextPatcher(model) as patcher:  # as the message says
         patcher.compute(context, kept).save(file)
-    assert run(capsys, *command)[0] == 0
+    assert run(*command)[0] == 0
 
 
-def test_verify_says_when_the_check_failed(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_says_when_the_check_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "icl_patch.recording.block_math.direct_scale",
         lambda delta, normalized, scale: scale.expand_as(delta),
     )
-    status, out, _ = run(capsys, "verify", "--max-new-tokens", "3", "--update", "direct", "--json")
-    assert status == 1
-    assert json.loads(out)["passed"] is False
+    status, out, err = run("verify", "--max-new-tokens", "3", "--update", "direct", "--json")
+    numbers = json.loads(out)  # one object alone
+    assert (status, err, numbers["passed"], numbers["tokens"]) == (1, "", False, 3)
+    assert (numbers["update"], numbers["dtype"]) == ("direct", "float32")
 
 
-def test_generate_in_a_mode(capsys: pytest.CaptureFixture) -> None:
+def test_generate_in_a_mode(run: Run) -> None:
     command = ["generate", "--context", prompt_text(), "--max-new-tokens", "5"]
     command += ["--update", "stable", "--mode", "shared_cache"]
-    status, out, _ = run(capsys, *command, "--json", "--sample", "--temperature", "0.1")
+    status, out, _ = run(*command, "--json", "--sample", "--temperature", "0.1")
     result = json.loads(out)
     assert (status, result["mode"], len(result["token_ids"])) == (0, "shared_cache", 5)
-    assert run(capsys, *command, "--temperature", "0.5")[0] == 2
+    assert run(*command, "--temperature", "0.5")[0] == 2
 
 
 def test_an_empty_context_and_a_temperature_of_zero_are_what_they_say(
-    capsys: pytest.CaptureFixture,
+    run: Run,
 ) -> None:
     command = ("generate", "--max-new-tokens", "6", "--json")
-    texts = [run(capsys, *command, *context)[1] for context in (("--context", ""), ())]
+    texts = [run(*command, *context)[1] for context in (("--context", ""), ())]
     empty, default = map(json.loads, texts)
     assert empty["token_ids"] != default["token_ids"]
-    status, out, _ = run(capsys, *command, "--context", "a", "--sample", "--temperature", "0")
+    status, out, _ = run(*command, "--context", "a", "--sample", "--temperature", "0")
     assert status == 2
     assert "temperature" in json.loads(out)["error"]["message"]
 
@@ -178,52 +167,32 @@ def test_errors_are_a_line_on_stderr_or_json(
     status: int,
     kind: str,
     message: str,
-    capsys: pytest.CaptureFixture,
+    run: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    got, out, err = run(capsys, *command.split())
+    got, out, err = run(*command.split())
     assert (got, out) == (status, "") and message in err and "Traceback" not in err
-    got, out, err = run(capsys, *command.split(), "--json")
+    got, out, err = run(*command.split(), "--json")
     error = json.loads(out)
     assert (got, err, error["status"], error["error"]["type"]) == (status, "", status, kind)
     assert message in error["error"]["message"]
     assert not list(tmp_path.iterdir())
 
 
-def test_demo_answers_and_verifies(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second run of the command prints the results of the first. Every update in both dtypes:
-    test_embedded.py.
-    """
-    results: dict[str, Any] = {}
+def test_demo_answers_and_verifies(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON; every update in both dtypes: test_demo_shows_each_result_when_it_is_there."""
     few = [(torch.float32, "stable"), (torch.bfloat16, "exact")]
     monkeypatch.setattr(demo, "GRID", few)
     answer = embedded.held_out_prompts(embedded.KINDS[0], 1)[0].answer
     monkeypatch.setattr(demo, "_ANSWER_TOKENS", len(answer) + 1)
-
-    def computed_once(name: str) -> Callable[..., Any]:
-        own = getattr(demo, name)
-        return lambda *given: results.get(name) or results.setdefault(name, [*own(*given)])
-
-    for name in ("answer_each", "verify_grid"):
-        monkeypatch.setattr(demo, name, computed_once(name))
-    command = ("demo", "--prompts", "2", "--max-new-tokens", "2")
-    status, out, _ = run(capsys, *command, "--json")
+    status, out, _ = run("demo", "--prompts", "2", "--max-new-tokens", "2", "--json")
     data = json.loads(out)
     assert status == 0 and data["passed"] is True
-    verified = [(entry["dtype"], entry["update"]) for entry in data["verify"]]
-    assert verified == [("float32", "stable"), ("bfloat16", "exact")]
+    verified = [(entry["dtype"], entry["update"], entry["tokens"]) for entry in data["verify"]]
+    assert verified == [("float32", "stable", 4), ("bfloat16", "exact", 4)]
     assert data["answers"][0]["patched"] == answer
-    status, out, _ = run(capsys, *command)
-    lines = out.splitlines()
-    assert "without it, but patched" in " ".join(out.split())
-    assert "exact, bfloat16: identical: yes, 4 of 4 tokens" in lines
-    assert "patched: update exact in float32, which promises every bit of the logits" in lines
-    assert any(line.startswith("stable, float32: same token: yes, 4 of 4") for line in lines)
-    assert status == 0 and "TVD" not in out  # --verbose shows the tables
 
 
 @pytest.mark.parametrize(
@@ -272,58 +241,52 @@ def test_progress_is_labelled_from_the_start_and_a_pipe_that_is_closed_early_is_
 
 @pytest.mark.parametrize("kind", [T5Config, ViTConfig])
 def test_models_that_are_no_causal_language_models(
-    capsys: pytest.CaptureFixture, tmp_path: Path, kind: type[PreTrainedConfig]
+    run: Run, tmp_path: Path, kind: type[PreTrainedConfig]
 ) -> None:
     """Without weights: the configuration says it before they are loaded."""
     kind().save_pretrained(tmp_path)
-    status, out, err = run(capsys, "verify", tmp_path)
+    status, out, err = run("verify", tmp_path)
     assert (status, out) == (2, "") and len(err) < 500
     for said in (f"of type '{kind.model_type}'", "choose another model", str(tmp_path)):
         assert said in err
 
 
-def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_what_inspect_shows_and_leaves_out(run: Run, tmp_path: Path) -> None:
+    """How a patch was computed, which only a replay reads, is in its JSON alone."""
     file = tmp_path / "p.safetensors"
     given = ("--keep-first", 6, "--context", "mode up", "--question", "per")
-    run(capsys, "extract", *given, "--out", file)
-    _, out, _ = run(capsys, "inspect", "--patch", file)
-    assert "['per']" in out and "mode " in out and "ids" not in out
-    result = json.loads(run(capsys, "inspect", "--patch", file, "--json")[1])
+    _, out, _ = run("extract", *given, "--out", file)
+    assert "of the question alone: --max-new-tokens patches the model's answer too" in out
+    _, out, _ = run("inspect", "--patch", file)
+    assert "['per']" in out and "mode " in out and "ids" not in out and "replayable" in out
+    result = json.loads(run("inspect", "--patch", file, "--json")[1])
+    names = {"passes", "longest", "divisible"}
+    assert names <= result.keys() and not any(name in out for name in names)
     assert result["kept_text"] == ["per"]
     assert len(result["norms"]["mlp.gate_proj"]) == result["layers"] == 6
     assert result["prefix_text"] == ["<bos>mode "]
     assert len(result["kept_ids"][0]) == 3
     patch = ContextPatch.load(file)
     replace(patch, info=replace(patch.info, model="/nowhere")).save(file)
-    _, out, _ = run(capsys, "inspect", "--patch", file)
+    _, out, _ = run("inspect", "--patch", file)
     assert "3 tokens; with MODEL they are shown as text" in out
 
 
-def test_what_inspect_leaves_out(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """How a patch was computed, which only a replay reads, is in its JSON alone; a patch of a
-    question says that the answer has none.
-    """
-    file, whole = tmp_path / "p.safetensors", tmp_path / "whole.safetensors"
-    prompt = ("--context", "say german\n", "--question", "7 0 4.")
-    _, out, _ = run(capsys, "extract", *prompt, "--out", file)
-    assert "of the question alone: --max-new-tokens patches the model's answer too" in out
-    _, out, _ = run(capsys, "inspect", "--patch", file)
-    names = ("passes", "longest", "divisible")
-    assert not any(name in out for name in names) and "replayable" in out
-    assert set(names) <= json.loads(run(capsys, "inspect", "--patch", file, "--json")[1]).keys()
-    command = ("extract", *prompt, "--out", whole, "--max-new-tokens", 5, "--json")
-    answer = json.loads(run(capsys, *command)[1])["answer"]
+def test_extract_patches_the_answer_too(run: Run, tmp_path: Path) -> None:
+    file, prompt = tmp_path / "whole.safetensors", ("say german\n", "7 0 4.")
+    command = ("extract", "--context", prompt[0], "--question", prompt[1], "--out", file)
+    answer = json.loads(run(*command, "--max-new-tokens", 5, "--json")[1])["answer"]
     model, tokenizer = embedded.load()
     with ContextPatcher(model, tokenizer=tokenizer) as patcher:
-        expected = patcher.ask("say german\n", "7 0 4.", max_new_tokens=5)
-    patch = ContextPatch.load(whole)
+        expected = patcher.ask(*prompt, max_new_tokens=5)
+    patch = ContextPatch.load(file)
     assert answer == expected.text != ""
     assert torch.equal(patch.kept_ids, expected.patch.kept_ids)
     assert torch.equal(patch.layers[3]["readers.v"], expected.patch.layers[3]["readers.v"])
 
 
-def test_verify_stops_where_the_answer_ends(capsys: pytest.CaptureFixture) -> None:
-    status, out, _ = run(capsys, "verify", "--update", "stable")
+def test_verify_stops_where_the_answer_ends(run: Run) -> None:
+    status, out, _ = run("verify", "--update", "stable")
     model, tokenizer = embedded.load()
     kind = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
     ids = tokenizer(kind.context + kind.question, return_tensors="pt").input_ids
@@ -349,7 +312,7 @@ def test_verify_stops_where_the_answer_ends(capsys: pytest.CaptureFixture) -> No
     ],
 )
 def test_a_chat_without_a_template_is_refused_before_the_model_is_loaded(
-    command: str, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "--dataset" in command:
         pytest.importorskip("pyarrow")
@@ -358,12 +321,12 @@ def test_a_chat_without_a_template_is_refused_before_the_model_is_loaded(
     Path("rows.jsonl").write_text('{"context": "a", "kept": "b"}\n')
     Path("static.safetensors").touch()
     monkeypatch.setattr("icl_patch.evaluation.loading.load_model", None)
-    status, _, err = run(capsys, *command.split())
+    status, _, err = run(*command.split())
     assert status == 2 and "expected a tokenizer with a chat template" in err
 
 
 def test_demo_shows_each_result_when_it_is_there(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where stdout and stderr are no terminals."""
     seen, grid = [], demo.verify_grid
@@ -374,16 +337,25 @@ def test_demo_shows_each_result_when_it_is_there(
             yield entry
 
     monkeypatch.setattr(demo, "verify_grid", watched)
-    _, out, err = run(capsys, "demo", "--prompts", 1, "--max-new-tokens", 1)
+    status, out, err = run("demo", "--prompts", 1, "--max-new-tokens", 1)
     assert "loading the embedded model" in seen[0]
     assert "without it, but patched" in " ".join(seen[0].split())
     assert "patched: 1 of 1" in seen[0]
+    promise = "patched: update exact in float32, which promises every bit of the logits"
+    assert promise in seen[0].splitlines()
     assert "direct, float32: same token: yes, 1 of 1" in seen[1]
     assert "verifying each update and dtype: 2 of 6" in seen[2]
     assert "exact, bfloat16: identical: yes" in out and "6 of 6" in err
+    whole = "".join((*seen, out))
+    for update, dtype in itertools.product(UPDATES, ("float32", "bfloat16")):
+        promised = "identical" if update == "exact" else "same token"
+        assert f"{update}, {dtype}: {promised}: yes, 1 of 1" in whole
+    assert status == 0 and "TVD" not in whole  # --verbose shows the tables
 
 
-def test_generate_streams(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_streams(
+    run: Run, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first words are printed before the last token is there."""
     printed = []
     steps = ContextPatcher.generate
@@ -395,10 +367,10 @@ def test_generate_streams(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ContextPatcher, "generate", watched)
     command = ("generate", "--context", "say german\n7 0 4.", "--max-new-tokens", "12")
-    status, out, _ = run(capsys, *command)
+    status, out, _ = run(*command)
     whole = "".join(printed) + out
     monkeypatch.undo()
-    expected = json.loads(run(capsys, *command, "--json")[1])["text"]
+    expected = json.loads(run(*command, "--json")[1])["text"]
     assert (status, whole) == (0, f"{expected}\n")
     assert sum(map(bool, printed)) > 1
 
@@ -428,12 +400,12 @@ def test_tuning_without_triton_names_the_cure(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_logits_that_are_not_finite_fail_commands(
-    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token that no trial sees spoils them."""
     of_token, static = tmp_path / "token.safetensors", tmp_path / "static.safetensors"
     prompt = ("--context", "4", "--question", "7")
-    assert run(capsys, "extract", *prompt, "--out", of_token)[0] == 0
+    assert run("extract", *prompt, "--out", of_token)[0] == 0
     model, tokenizer = embedded.load()
     changes = {"model.layers.0.mlp.down_proj": LowRank(torch.zeros(1, 128), torch.zeros(1, 256))}
     StaticPatch(StaticInfo.of(model, tokenizer, "test", ()), changes).save(static)
@@ -450,6 +422,6 @@ def test_logits_that_are_not_finite_fail_commands(
         ("verify", *text),
         ("replay", "--patch", of_token),
     ):
-        status, out, err = run(capsys, *command)
+        status, out, err = run(*command)
         assert (status, out.strip()) == (1, ""), (command, err)
         assert re.search(r"NaN or infinity in row 0: model\.layers\.0 has outputs", err), command

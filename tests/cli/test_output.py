@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import run
+from support.commands import Run
 
 from icl_patch import ContextPatcher, embedded
 
@@ -45,7 +45,7 @@ def test_a_full_device(
     message: str,
     unbuffered: bool,
     patch_file: Path,
-    capsys: pytest.CaptureFixture,
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its error is a line on stderr; an error of the command takes the place of JSON there."""
@@ -54,21 +54,21 @@ def test_a_full_device(
         device = io.TextIOWrapper(full if unbuffered else io.BufferedWriter(full))
         device.reconfigure(write_through=unbuffered)
         monkeypatch.setattr(sys, "stdout", device)
-        got, _, err = run(capsys, *arguments)
+        got, _, err = run(*arguments)
         device.flush()  # as Python does at the end: nothing is left
     assert got == status and message in err and "Traceback" not in err
     assert len(err.splitlines()) == 1 or "expected a patch file" in err or "dance" in command
 
 
 def test_a_reader_that_has_gone_changes_no_status(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for command, status in ((["verify", "--max-new-tokens", "2"], 1), (["--version"], 0)):
         reader, writer = os.pipe()
         os.close(reader)
         monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
         monkeypatch.setattr("icl_patch.evaluation.verify.VerifyReport.passed", False)
-        got, _, err = run(capsys, *command)
+        got, _, err = run(*command)
         assert (got, err) == (status, "")
         sys.stdout.close()  # writes what is left
 

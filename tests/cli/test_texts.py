@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run
+from support.commands import Run
 
 from icl_patch import ContextPatcher, embedded, static
 from icl_patch.evaluation.loading import encode_contexts
@@ -74,18 +74,14 @@ def test_a_line_that_is_not_utf8_has_its_place_in_the_file(tmp_path: Path) -> No
     assert isinstance(bad, ValueError) and f"{file}, got byte 0xe9 at 7: " in str(bad)
 
 
-def test_a_byte_order_mark_is_in_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_byte_order_mark_is_in_no_prompt(tmp_path: Path, run: Run) -> None:
+    """Of a file with a mark alone the answer would be one without a context."""
     file = tmp_path / "context"
     file.write_bytes(codecs.BOM_UTF8 + b"mode upper\r\nfmrp>")
     command = ("generate", "--context-file", file, "--max-new-tokens", 4, "--json")
-    assert json.loads(run(capsys, *command)[1])["text"] == "FMRP"
-
-
-def test_a_context_file_without_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The answer would be one without a context."""
-    file = tmp_path / "context"
+    assert json.loads(run(*command)[1])["text"] == "FMRP"
     file.write_bytes(codecs.BOM_UTF8)
-    status, out, err = run(capsys, "generate", "--context-file", file, "--question", "fmrp>")
+    status, out, err = run("generate", "--context-file", file, "--question", "fmrp>")
     assert (status, out) == (2, "") and f"a context in {file}, got an empty file" in err
 
 
@@ -104,7 +100,7 @@ def test_a_context_file_without_text(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_every_command_names_the_file_and_its_encoding(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "--dataset" in command:
         pytest.importorskip("pyarrow")
@@ -113,7 +109,7 @@ def test_every_command_names_the_file_and_its_encoding(
     good.write_text(json.dumps([{"context": "c", "questions": ["q"]}]))
     file.write_bytes(json.dumps([{"context": "c", "questions": ["q"]}]).encode("utf-16"))
     arguments = command.replace("FILE", str(file)).replace("GOOD", str(good)).split()
-    status, out, err = run(capsys, *arguments)
+    status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     assert f"expected UTF-8 text in {file}, got the byte order mark of UTF-16 at 0" in err
     assert sorted(tmp_path.iterdir()) == [file, good]
@@ -123,11 +119,9 @@ BYTE, SURROGATE = "caf\udce9", "half \ud83d"
 
 
 @pytest.mark.parametrize("option", ["context", "question", "system", "end"])
-def test_an_argument_with_bytes_that_are_not_utf8(
-    option: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_argument_with_bytes_that_are_not_utf8(option: str, run: Run) -> None:
     command = {"end": "fit"}.get(option, "verify")
-    status, out, err = run(capsys, command, f"--{option}", BYTE)
+    status, out, err = run(command, f"--{option}", BYTE)
     assert (status, out) == (2, "")
     message = "expected text that UTF-8 can encode, got byte 0xe9 as character 3, in 'caf"
     assert f"argument --{option}: {message}" in err.replace("/--kept", "")

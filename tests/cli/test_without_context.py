@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import run
+from support.commands import Run
 
 from icl_patch import ContextPatcher, embedded
 from icl_patch.evaluation import demo, report
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 @pytest.mark.parametrize(("keep_first", "front"), [(0, ""), (6, "<bos>mode ")])
 def test_every_command_means_the_same_run(
-    keep_first: int, front: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    keep_first: int, front: str, tmp_path: Path, run: Run
 ) -> None:
     """The tokens that stay are the same with the patch and without it, in Python too."""
     model, tokenizer = embedded.load()
@@ -39,12 +39,12 @@ def test_every_command_means_the_same_run(
     assert report.without_context(front) == name
     file, page = tmp_path / "p.safetensors", tmp_path / "p.html"
     prompt = ("--context", CONTEXT, "--question", QUESTION, "--keep-first", keep_first)
-    run(capsys, "extract", *prompt, "--out", file)
-    [row] = json.loads(run(capsys, "replay", "--patch", file, "--json")[1])["rows"]
+    run("extract", *prompt, "--out", file)
+    [row] = json.loads(run("replay", "--patch", file, "--json")[1])["rows"]
     assert (row["without"], row["front"]) == (tokens, front)
 
     options = ("--max-new-tokens", 1, "--groups", 1, "--out", page, "--json")
-    reported = json.loads(run(capsys, "report", *prompt, *options)[1])
+    reported = json.loads(run("report", *prompt, *options)[1])
     assert (reported["answers"]["without"], reported["front"]) == (tokens[-1], front)
     one = demo.Prompt("few-shot", CONTEXT, QUESTION, "")
     [answer] = demo.answer_each(model, tokenizer, [one], keep_first)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import run
+from support.commands import Run
 
 from icl_patch import ContextPatcher, embedded
 from icl_patch.evaluation import context_report as page
@@ -86,10 +86,10 @@ def check_self_contained(html: str) -> None:
     assert f"script-src 'sha256-{base64.b64encode(digest).decode()}'" in policy
 
 
-def test_the_page_of_a_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_the_page_of_a_command(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     command = ("report", "--context", CONTEXT, "--kept", QUESTION, "--max-new-tokens", 5)
-    status, out, _ = run(capsys, *command, "--keep-first", 1, "--out", file)
+    status, out, _ = run(*command, "--keep-first", 1, "--out", file)
     assert status == 0 and "\nwithout the context, behind <bos>: '" in out
     assert f"{file}: {file.stat().st_size} bytes" in out
     html = file.read_text(encoding="utf-8")

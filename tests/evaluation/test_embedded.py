@@ -11,7 +11,6 @@ from icl_patch import embedded
 from icl_patch.evaluation import demo
 from icl_patch.evaluation.embedded import tasks
 from icl_patch.evaluation.loading import encode_contexts
-from icl_patch.patch.serialization import UPDATES
 from tools.train_embedded import build_tokenizer, train
 
 
@@ -85,21 +84,3 @@ def test_prompts_for_any_model_are_cut_before_the_users_turn() -> None:
         assert texts == [f"<s>system\n{chat.context}</s>\n", turn]
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"  # takes no system message
     assert {prompt.kind for prompt in demo.prompts_for(tokenizer)} == {"few-shot", "passage"}
-
-
-def test_any_model_answers_with_its_context_without_it_and_patched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(demo, "_ANSWER_TOKENS", 6)
-    model, tokenizer = embedded.load()
-    tokenizer.chat_template = CHAT_ML
-    prompts = demo.prompts_for(tokenizer)[::3]  # one of each kind
-    rows = list(demo.answer_each(model, tokenizer, prompts))
-    assert [row["patched"] for row in rows] == [row["with_context"] for row in rows]
-    assert [row["question"] for row in rows] == [prompt.question for prompt in prompts]
-    assert any(row["without"] != row["with_context"] for row in rows)
-    reports = list(demo.verify_grid(model, tokenizer, prompts[:1], 1))
-    assert [(entry.update, entry.dtype) for entry in reports] == [
-        (update, dtype) for dtype in ("float32", "bfloat16") for update in UPDATES
-    ]
-    assert all(entry.passed for entry in reports)

@@ -2,8 +2,10 @@
 runs on any folder, and the committed page is that of its numbers.
 """
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import real_protocol as protocol
@@ -83,34 +85,35 @@ def test_the_committed_page_is_that_of_the_numbers() -> None:
                     assert (curve["share"], curve["linf"][3]) == (1, 0)
 
 
+def curves(model: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Of the committed numbers in bf16: by kept token, update and how the patch is held."""
+    numbers = protocol.page(RESULTS).read(RESULTS)[f"protocol-{model}"]["dtypes"]["bfloat16"]
+    return {(x["kept"], x["update"], x["held"]): x for x in numbers["curves"]}
+
+
 def test_rounding_all_updates_together_loses_tokens_in_bf16() -> None:
-    numbers = protocol.page(RESULTS).read(RESULTS)["protocol-SmolLM2-135M-Instruct"]
-    curves = numbers["dtypes"]["bfloat16"]["curves"]
-    shares = {(x["kept"], x["update"], x["held"]): x["share"] for x in curves}
-    assert shares["0", "stable", MERGED] < 0.9 < shares["1", "stable", MERGED]
+    found = curves("SmolLM2-135M-Instruct")
+    assert found["0", "stable", MERGED]["share"] < 0.9 < found["1", "stable", MERGED]["share"]
 
 
 def test_by_algorithm_1_both_updates_err_less_than_the_model_itself() -> None:
-    numbers = protocol.page(RESULTS).read(RESULTS)["protocol-gemma-3-270m"]["dtypes"]["bfloat16"]
-    curves = {(x["kept"], x["update"], x["held"]): x for x in numbers["curves"]}
-    noise = curves["", "", protocol.NOISE]["linf"][3]
-    for update in ("direct", "stable"):
-        for kept in ("0", "1"):
-            assert curves[kept, update, protocol.CLOSED]["linf"][3] < noise
-    assert curves["0", "direct", MERGED]["share"] < 0.1 < curves["0", "stable", MERGED]["share"]
-
-
-def test_the_statements_have_the_numbers_of_the_page() -> None:
-    numbers = protocol.page(RESULTS).read(RESULTS)["protocol-gemma-3-270m"]["dtypes"]["bfloat16"]
-    curves = {(x["kept"], x["update"], x["held"]): x for x in numbers["curves"]}
-    lazy, closed, merged = (curves["0", "direct", held] for held in (LAZY, protocol.CLOSED, MERGED))
+    """And the statements have the numbers of the page."""
+    found = curves("gemma-3-270m")
+    noise = found["", "", protocol.NOISE]
+    for update, kept in itertools.product(("direct", "stable"), ("0", "1")):
+        assert found[kept, update, protocol.CLOSED]["linf"][3] < noise["linf"][3]
+    assert found["0", "direct", MERGED]["share"] < 0.1 < found["0", "stable", MERGED]["share"]
+    lazy, closed, merged = (found["0", "direct", held] for held in (LAZY, protocol.CLOSED, MERGED))
     rows = (RESULTS / "statements.md").read_text("utf-8")
     shares = [percent(x["share"]) for x in (lazy, closed, merged)]
     assert "direct: lazy {}, by Algorithm 1 {}, added at once {} ".format(*shares) in rows
-    stable, noise = curves["0", "stable", protocol.CLOSED], curves["", "", protocol.NOISE]
+    stable = found["0", "stable", protocol.CLOSED]
     errors = [format_value(x["linf"][3]) for x in (closed, stable, noise)]
     text = "L∞ is at most {} with direct and {} with stable, the model's own noise being {} "
     assert text.format(*errors) in rows
+
+
+def test_the_page_has_the_counts_of_exact_tokens() -> None:
     exact = json.loads(
         (RESULTS.parent / "data" / "real-exact-gemma-3-270m.json").read_text("utf-8")
     )

@@ -271,25 +271,20 @@ def test_the_committed_page_is_that_of_the_numbers(name: str) -> None:
         assert (RESULTS / f"{picture}.png").exists() and f"]({picture}.png)" in text
 
 
-def test_the_committed_numbers_are_of_full_size() -> None:
+def test_the_conclusions_are_those_of_the_numbers() -> None:
+    """Which are of full size. Steps shrink at first with right answers and with shuffled ones."""
     numbers = committed()
     sizes = json.loads(json.dumps(runs.asdict(runs.FULL)))
     assert sizes.pop("first_kept") == 1  # the numbers are older than this
     assert sizes.items() <= numbers["sizes_of_run"].items()
     assert list(numbers["agreement"]) == list(runs.FULL.dtypes)
-    for found in numbers["agreement"].values():
-        for entry in (entry for run, entry in found.items() if run not in NOISE):
-            assert entry["tokens"] >= 5000
-            low, high = entry["match"]["interval"]
-            assert low <= entry["match"]["share"] <= high
     assert max(entry["length"] for entry in numbers["by_length"]["float32"]["exact"]) >= 4000
-
-
-def test_the_conclusions_are_those_of_the_numbers() -> None:
-    numbers = committed()
     low = numbers["agreement"]["bfloat16"]
     for found in numbers["agreement"].values():
         assert found["exact"]["match"]["share"] == found["exact"]["identical"]["share"] == 1
+        for entry in (entry for run, entry in found.items() if run not in NOISE):
+            lowest, highest = entry["match"]["interval"]
+            assert entry["tokens"] >= 5000 and lowest <= entry["match"]["share"] <= highest
     assert numbers["direct_is_stable"]
     assert numbers["agreement"]["float32"]["stable"]["match"]["share"] == 1
     # with the first token kept the errors are those of the model itself, without it the largest are
@@ -305,10 +300,7 @@ def test_the_conclusions_are_those_of_the_numbers() -> None:
         assert all(min(x) == 1 for key, x in span.items() if key.endswith("rank per token"))
     for found in numbers["control"].values():
         assert all(list(entry.values())[1:] == [0, 0, 0, 0] for entry in found.values())
-
-
-def test_steps_shrink_at_first_with_right_answers_and_with_shuffled_ones() -> None:
-    right, shuffled = (committed()["grown"][how] for how in ("right", "shuffled"))
+    right, shuffled = (numbers["grown"][how] for how in ("right", "shuffled"))
     for found in (right, shuffled):
         steps = [row[1] for row in found["steps"]]
         assert steps[0] > steps[1] > steps[2] > steps[4]  # the first lines

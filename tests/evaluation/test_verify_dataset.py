@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import run
+from support.commands import Run
 from support.data_sets import prompts, write_json_lines
 from support.random_models import build, longrope
 from transformers import PreTrainedModel
@@ -193,25 +193,23 @@ def test_the_interval_of_a_median_covers_it() -> None:
     assert max(tighter) < 0.95
 
 
-def test_the_command(dataset: Path, capsys: pytest.CaptureFixture) -> None:
-    """On the embedded model: a table, and the same as JSON."""
+def test_the_command(dataset: Path, tmp_path: Path, run: Run) -> None:
+    """On the embedded model: a table, and the same as JSON; the exit status says that rows are
+    missing.
+    """
     command = ("--dataset", dataset, "--task-column", "task", "--max-new-tokens", 2)
     command += ("--update", "stable", "--batch-size", 5)
-    status, text, _ = run(capsys, "verify", *command)
+    status, text, _ = run("verify", *command)
     assert status == 0 and "promise kept: yes" in text and "│ all " in text
-    status, text, _ = run(capsys, "verify", *command, "--json")
+    status, text, _ = run("verify", *command, "--json")
     written = json.loads(text)
     assert status == 0 and written.pop("passed")
     assert asdict(DatasetReport(**written)) == written
     assert [task["rows"] for task in written["tasks"]] == [5, 4, 4]
     assert written["total"]["match"] == 1
-
-
-def test_the_exit_status_says_that_rows_are_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    dataset = write_json_lines(tmp_path / "rows.jsonl", [ROWS[0], {"kept": "a"}])
-    status, text, _ = run(capsys, "verify", "--dataset", dataset, "--max-new-tokens", 1)
+    write_json_lines(tmp_path / "rows.jsonl", [ROWS[0], {"kept": "a"}])
+    command = ("--dataset", tmp_path / "rows.jsonl", "--max-new-tokens", 1)
+    status, text, _ = run("verify", *command)
     assert status == 1 and "promise kept: yes" in text
     assert "rows that could not be verified: 1" in text
     assert "row 1: expected a column 'context', got 'kept'" in text

@@ -18,8 +18,8 @@ WRITTEN = {
     "query": ONES(2, 4, 1, 3),
     "keys": ONES(2, 2, 5, 3),
     "values": ONES(2, 2, 5, 4),
-    "key": ONES(2, 2, 1, 3),
-    "value": ONES(2, 8),
+    "key": 2 * ONES(2, 2, 1, 3),
+    "value": 2 * ONES(2, 8),
     "slot": torch.tensor([4]),
 }
 NORM = {"x": ONES(3, 5), "scale": ONES(5), "eps": 1e-5}
@@ -148,6 +148,7 @@ ERRORS = {
             ({"keys": ONES(2, 2, 5, 3).half()}, TypeError, "expected keys in query's dtype, got"),
             ({"slot": torch.tensor([5])}, ValueError, "expected slot from 0 to 4, got 5 to 5"),
             ({"slot": torch.ones(1)}, TypeError, "expected slot in integers, got torch.float32"),
+            ({"mask": torch.ones(1, 5).bool()}, ValueError, "expected mask (B, S), "),
         ],
     ),
     ops.rotary_embedding: (
@@ -220,9 +221,12 @@ ERRORS = {
 
 @pytest.mark.parametrize("op", ERRORS)
 def test_what_does_not_fit_is_refused(op: object) -> None:
+    """A call that is refused has written nothing."""
     good, mistakes = ERRORS[op]
+    caches = {"keys", "values"} & good.keys()
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            op(**good)
+            op(**good | {name: good[name].clone() for name in caches})
             for changes, error, message in mistakes:
                 check_refused(error, message, lambda wrong=good | changes: op(**wrong))
+    assert all((good[name] == 1).all() for name in caches)

@@ -2,12 +2,15 @@
 torch; in Triton's interpreter: ``support/interpreter_checks.py``.
 """
 
+import itertools
 import logging
 import runpy
 
 import pytest
 import torch
-from support.backend_checks import check_without_kernels
+from support import expert_products, op_calls, row_ops
+from support.backend_checks import MODELS, check_model
+from support.numeric import FLOATS
 
 from icl_patch import ops
 from icl_patch.ops import dispatch
@@ -17,7 +20,21 @@ def test_whole_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setenv("ICL_PATCH_OPS", "torch")
     monkeypatch.setattr(dispatch, "backend", runpy.run_path(dispatch.__file__)["backend"])
     monkeypatch.setattr(dispatch, "_kernels", lambda: pytest.fail("Triton's kernels are loaded"))
-    check_without_kernels()
+    assert dispatch.backend == "torch"
+    for name, dtype, grad in itertools.product(op_calls.CALLS, FLOATS.values(), (True, False)):
+        given = [x.to(dtype) if x.is_floating_point() else x for x in op_calls.arguments(0)]
+        with op_calls.Operators() as found, torch.set_grad_enabled(grad):
+            op_calls.call(name, given)
+        assert not found.seen
+    for dtype in FLOATS.values():
+        row_ops.check_all(dtype, widths=(1, 70))
+    for dtype in (torch.float64, torch.float32):
+        expert_products.check_products(ops.expert_linear, dtype, expert_products.SMALL, bits=False)
+    for op in op_calls.DIFFERENTIABLE:
+        op_calls.check_derivatives(op)
+        op_calls.check_mapped(op)
+    for name, update in (("gemma3", "stable"), *((name, "exact") for name in MODELS)):
+        check_model(name, update)
     assert capsys.readouterr().out.count("exact 0.0") == 3
 
 

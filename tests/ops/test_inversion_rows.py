@@ -39,6 +39,7 @@ POISON: dict[str, tuple[str, float, Status]] = {
     "rms-negative": ("rms", -1.0, Status.BAD_RADIUS),
     "rms-nan": ("rms", torch.nan, Status.BAD_RADIUS),
     "rms-inf": ("rms", torch.inf, Status.BAD_RADIUS),
+    "rms-minus-inf": ("rms", -torch.inf, Status.BAD_RADIUS),
     "fallback-nan": ("fallback", torch.nan, Status.HARD),
 }
 
@@ -86,14 +87,15 @@ def test_a_poisoned_row_leaves_the_others_alone(invert: Invert, poison: str) -> 
 @every_implementation
 def test_one_bad_number_is_found_wherever_it_is(invert: Invert, bad: float, where: int) -> None:
     """In the last lane of a vector, in a tail, in a later chunk; in the pole, or where the other
-    factor is 0.
+    factor is 0; whatever the radius is.
     """
     m, g = torch.ones(4, 1030), torch.zeros(4, 1030)
     m[0, where] = g[1, where] = m[2, where] = bad
     g[2] = 1
     m[3] = 0
     g[3, where] = bad
-    assert (invert(g, m, torch.ones(4)).status == Status.NONFINITE).all()
+    for rms in (torch.ones(4), torch.full((4,), bad)):
+        assert (invert(g, m, rms).status == Status.NONFINITE).all()
 
 
 @pytest.mark.parametrize("n", [1, 7, 48, 129, 1000])

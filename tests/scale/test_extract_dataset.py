@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.data_sets import own_logits, prompts, write_json_lines
+from support.data_sets import files, own_logits, prompts, write_json_lines
 from support.full_disk import full_disk
 from support.numeric import noise_limit, within_roundings
 from support.random_models import Stock, build, longrope
@@ -59,11 +59,6 @@ def extracted(
     summary = scale.extract_dataset(patcher, dataset, folder, batching=SMALL)
     assert (summary.patches, summary.rejected, summary.rejects) == (len(ROWS), 0, None)
     return folder
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def reasons(path: Path) -> dict[int, str]:
@@ -410,25 +405,19 @@ def test_a_full_disk(
     assert files(tmp_path / "out") == files(extracted)
 
 
-def test_files_of_another_run(dataset: Path, extracted: Path) -> None:
+def test_files_of_another_run(dataset: Path, extracted: Path, tmp_path: Path) -> None:
     before = files(extracted)
     for update, seed, differing in (("stable", 0, "update"), ("exact", 7, "fingerprint")):
         model = build("llama", seed, vocab_size=VOCABULARY)
-        with (
-            ContextPatcher(model, update, tokenizer=TOKENIZER) as other,
-            pytest.raises(ValueError, match=f"expected patches of this run .* with {differing} "),
-        ):
-            scale.extract_dataset(other, dataset, extracted)
+        with ContextPatcher(model, update, tokenizer=TOKENIZER) as other:
+            message = f"expected patches of this run .* with {differing} "
+            with pytest.raises(ValueError, match=message):
+                scale.extract_dataset(other, dataset, extracted)
+            row = write_json_lines(tmp_path / "row.jsonl", ROWS[:1])
+            scale.extract_dataset(other, row, tmp_path / update)
     assert files(extracted) == before
-
-
-def test_a_foreign_shard(extracted: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(extracted, tmp_path / "mixed")
-    model = build("llama", 7, vocab_size=VOCABULARY)
-    dataset = write_json_lines(tmp_path / "rows.jsonl", ROWS[:1])
-    with ContextPatcher(model, "exact", tokenizer=TOKENIZER) as other:
-        scale.extract_dataset(other, dataset, tmp_path / "other")
-    [foreign] = (tmp_path / "other" / "shards").iterdir()
+    [foreign] = (tmp_path / "exact" / "shards").iterdir()
     shutil.copy(foreign, folder / "shards")
     with pytest.raises(ValueError, match=f"got {foreign.name}, which is of another run or model"):
         scale.PatchDataset(folder)
@@ -466,15 +455,12 @@ def test_damaged_and_missing_files(
     assert named == {f"shards/{path.name}" for path in (folder / "shards").iterdir()}
 
 
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_and_bad_arguments(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a folder of patches with a run\.json"):
         scale.PatchDataset(tmp_path)
     (tmp_path / "run.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match="expected the description of a run in"):
         scale.PatchDataset(tmp_path)
-
-
-def test_bad_arguments(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected factors_dtype torch\.bfloat16, got torch\.fl"):
         scale.Contents(factors_dtype=torch.float16)
     with pytest.raises(ValueError, match="expected rows, tokens and nbytes ≥ 1, got Batching"):

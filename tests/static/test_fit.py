@@ -261,28 +261,27 @@ def test_what_is_not_known_is_said(examples: list, message: str) -> None:
     assert all(f"warning: {text}" in str(patch.report) for text in said)
 
 
+def split(examples: list[Example], texts: Any = ()) -> Any:
+    return fit_module._split(build("llama"), examples, (), examples, texts)
+
+
 def test_a_question_of_several_contexts_is_held_out_in_all() -> None:
-    """Without its context it is one prompt: a fit that had seen it would be measured on it."""
+    """Without its context it is one prompt: a fit that had seen it would be measured on it. Texts
+    that are given twice are not held out of themselves.
+    """
     examples = random_examples(count=7)
     other = [replace(x, with_context=(1, 7, 8, 9, *x.without[1:])) for x in examples]
-    both = examples + other
-    rows = fit_module._split(build("llama"), both, (), both, ())
+    rows = split(examples + other, [[3, 4, 5]] * 10)
     held, fitted = ({x.without for x in part} for part in (rows.held_out, rows.fitted))
     assert len(held) == 1 and len(fitted) == 6 and not held & fitted
     assert len(rows.held_out) == 2
-
-
-@pytest.mark.parametrize(("count", "held_out"), [(2, 1), (4, 1), (20, 4), (200, 20), (900, 31)])
-def test_few_of_many_questions_are_held_out(count: int, held_out: int) -> None:
-    examples = random_examples(count=count)
-    rows = fit_module._split(build("llama"), examples, (), examples, ())
-    assert (len(rows.fitted), len(rows.held_out)) == (count - held_out, held_out)
-
-
-def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
-    examples = random_examples()
-    rows = fit_module._split(build("llama"), examples, (), examples, [[3, 4, 5]] * 10)
     assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
+
+
+def test_few_of_many_questions_are_held_out() -> None:
+    for count, held_out in ((2, 1), (4, 1), (20, 4), (200, 20), (900, 31)):
+        rows = split(random_examples(count=count))
+        assert (len(rows.fitted), len(rows.held_out)) == (count - held_out, held_out)
 
 
 # -- starting from a patch
@@ -341,11 +340,6 @@ def test_parts_and_blocks_are_those_that_change() -> None:
     assert changes.keys() == expected
 
 
-def test_other_forms_of_blocks() -> None:
-    for name in ("gptj", "gemma3n", "falcon"):
-        assert fit(shallow(name), random_examples()).report.held_out.questions == 1
-
-
 def test_a_copy_in_another_dtype_keeps_its_rotary_frequencies() -> None:
     model = build("llama")
     copied = fit_module.in_dtype(model, torch.bfloat16)
@@ -357,7 +351,9 @@ def test_a_copy_in_another_dtype_keeps_its_rotary_frequencies() -> None:
         assert torch.equal(x, model.get_parameter(name).bfloat16())
 
 
-def test_forms_that_cannot_hold_a_patch_are_refused() -> None:
+def test_forms_that_can_and_cannot_hold_a_patch() -> None:
+    for name in ("gptj", "gemma3n", "falcon"):
+        assert fit(shallow(name), random_examples()).report.held_out.questions == 1
     for name, reason in (
         ("mixtral", "with experts"),
         ("llama4", "with experts"),

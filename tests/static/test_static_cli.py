@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chats import chat_model
-from support.commands import run
+from support.commands import Run
 from support.full_disk import full_disk
 
 from icl_patch import ContextPatcher, embedded
@@ -34,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
+def patch_file(folder: Path, run: Run) -> Path:
     file = folder / "patch.safetensors"
     if not file.exists():
         arguments = ["--examples", folder / "examples.json", "--preserve", folder / "texts.json"]
         arguments += ["--rank", "16", "--end", r"\n", "--first-block", "0", "--steps", "60"]
         arguments += ["--learning-rate", "0.01", "--max-new-tokens", "27", "--json"]
-        status, out, err = run(capsys, "fit", *arguments, "--out", file)
+        status, out, err = run("fit", *arguments, "--out", file)
         assert status == 0, err
         report, tokenizer = json.loads(out), embedded.load()[1]
         # in bf16 passes from a copy, where the processor has them; measured on the model itself
@@ -52,11 +52,9 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
     return file
 
 
-def test_generate_with_a_static_patch(
-    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_generate_with_a_static_patch(patch_file: Path, tmp_path: Path, run: Run) -> None:
     arguments = ["generate", "--context", "4 7 7.", "--max-new-tokens", "18"]
-    status, out, _ = run(capsys, *arguments, "--patch", patch_file)
+    status, out, _ = run(*arguments, "--patch", patch_file)
     assert status == 0
     assert out.strip() == "vier sieben sieben"
     model, tokenizer = embedded.load()
@@ -64,31 +62,29 @@ def test_generate_with_a_static_patch(
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path)
     arguments.insert(1, str(tmp_path))
-    assert run(capsys, *arguments, "--patch", patch_file)[1].strip() == "vier sieben"
+    assert run(*arguments, "--patch", patch_file)[1].strip() == "vier sieben"
     arguments.pop(1)
-    status, _, err = run(capsys, *arguments, "--patch", patch_file, "--compile")
+    status, _, err = run(*arguments, "--patch", patch_file, "--compile")
     assert status == 2
     assert "neither --compile nor" in err
 
 
-def test_the_patch_of_a_token_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_patch_of_a_token_is_refused(tmp_path: Path, run: Run) -> None:
     file = tmp_path / "token.safetensors"
     arguments = ["--context", "mode upper\nbcdf", "--kept", ">", "--update", "stable"]
-    assert run(capsys, "extract", *arguments, "--out", file)[0] == 0
+    assert run("extract", *arguments, "--out", file)[0] == 0
     out = ("--out", tmp_path / "out")
     for command, *options in (("export", *out), ("apply", *out), ("generate", "--context", ">")):
-        status, _, err = run(capsys, command, "--patch", file, *options)
+        status, _, err = run(command, "--patch", file, *options)
         assert status == 1 and "expected kind 'static', got 'per_token'" in err
     assert not (tmp_path / "out").exists()
 
 
 @torch.no_grad()
-def test_apply_and_export_are_the_patch(
-    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    assert run(capsys, "apply", "--patch", patch_file, "--out", tmp_path / "model")[0] == 0
+def test_apply_and_export_are_the_patch(patch_file: Path, tmp_path: Path, run: Run) -> None:
+    assert run("apply", "--patch", patch_file, "--out", tmp_path / "model")[0] == 0
     arguments = ["export", "--patch", patch_file, "--out", tmp_path / "lora", "--json"]
-    status, out, _ = run(capsys, *arguments)
+    status, out, _ = run(*arguments)
     assert status == 0
     assert json.loads(out) == {"folder": str(tmp_path / "lora"), "kind": "static", "rank": 16}
     model, tokenizer = embedded.load()
@@ -102,35 +98,33 @@ def test_apply_and_export_are_the_patch(
     for command, name in (("apply", "model"), ("export", "lora")):
         written = sorted((tmp_path / name).iterdir())
         again = [command, "--patch", patch_file, "--out", tmp_path / name]
-        status, _, err = run(capsys, *again)
+        status, _, err = run(*again)
         assert status == 2
         assert f"got {tmp_path / name}, which exists: --force replaces it" in err
-        assert run(capsys, *again, "--force")[0] == 0
+        assert run(*again, "--force")[0] == 0
         assert sorted((tmp_path / name).iterdir()) == written
-    status, _, err = run(capsys, "apply", "--patch", patch_file, "--out", patch_file)
+    status, _, err = run("apply", "--patch", patch_file, "--out", patch_file)
     assert status == 2
     assert "expected a folder as --out, for a whole model, got the file" in err
     arguments = ["--patch", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16"]
-    status, _, err = run(capsys, "apply", *arguments)
+    status, _, err = run("apply", *arguments)
     assert status == 1
     assert "in torch.bfloat16), got one of embedded (weights " in err and "in torch.float32)" in err
 
 
 def test_a_model_that_cannot_be_written_leaves_nothing(
-    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    patch_file: Path, tmp_path: Path, run: Run
 ) -> None:
     with full_disk(100_000):  # room for the small files
         out = tmp_path / "some" / "model"
-        status, _, err = run(capsys, "apply", "--patch", patch_file, "--out", out)
+        status, _, err = run("apply", "--patch", patch_file, "--out", out)
     assert status == 2
     assert "cannot be written to" in err
     assert not list((tmp_path / "some").iterdir())
 
 
-def test_inspect_shows_a_static_patch(
-    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    status, out, _ = run(capsys, "inspect", "embedded", "--patch", patch_file, "--json")
+def test_inspect_shows_a_static_patch(patch_file: Path, tmp_path: Path, run: Run) -> None:
+    status, out, _ = run("inspect", "embedded", "--patch", patch_file, "--json")
     assert status == 0
     shown, patch = json.loads(out), StaticPatch.load(patch_file)
     assert (shown["kind"], shown["method"], shown["rank"]) == ("static", "distill", 16)
@@ -140,7 +134,7 @@ def test_inspect_shows_a_static_patch(
     assert shown["norms"][path] == pytest.approx(float(expected))
     assert shown["report"]["held_out"]["questions"] == 4
     assert list(shown["norms"]) == list(patch.changes)
-    status, out, _ = run(capsys, "inspect", "--patch", patch_file)
+    status, out, _ = run("inspect", "--patch", patch_file)
     assert status == 0
     assert "4 held-out questions" in out
     sizes = [size for name, size in shown["norms"].items() if name.endswith(".down_proj")]
@@ -149,28 +143,32 @@ def test_inspect_shows_a_static_patch(
     values = [min(sizes), sum(sizes) / len(sizes), max(sizes)]
     assert row[:5] == ["mlp.down_proj", "6", *(f"{value:.1e}" for value in values)]
     assert len([row for row in cells if "_proj" in "".join(row[:1])]) == 3
-    status, _, err = run(capsys, "replay", "--patch", patch_file)
+    status, _, err = run("replay", "--patch", patch_file)
     assert status == 1
     assert "icl-patch generate read static patches" in err
 
 
-def test_a_refused_fit_writes_nothing(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_refused_fit_writes_nothing(folder: Path, tmp_path: Path, run: Run) -> None:
+    """Of bad options, of a patch that is none, and of files without examples."""
     assert fit.PARTS == PARTS
-    arguments = ["fit", "--examples", folder / "few.json", "--end", "\n"]
-    arguments += ["--preserve", folder / "text.json", "--out", tmp_path / "patch.safetensors"]
+    out = ("--out", tmp_path / "patch.safetensors")
+    arguments = ["--examples", folder / "few.json", "--end", "\n"]
+    arguments += ["--preserve", folder / "text.json"]
     for options, message in (
         (["--rank", "129"], "expected a rank from 1 to 128"),
         (["--learning-rate", "9", "--steps", "1"], "expected a patch"),
     ):
-        status, _, err = run(capsys, *arguments, *options)
+        status, _, err = run("fit", *arguments, *out, *options)
         assert status == 2 and message in err
-        assert not list(tmp_path.iterdir())
+    for content in ("{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"):
+        (folder / "bad.json").write_bytes(content.encode("latin1"))
+        status, _, err = run("fit", "--examples", folder / "bad.json", *out)
+        assert status == 2 and "icl-patch fit: expected" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_answers_of_a_fit_are_kept_and_each_step_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a chat, whose end is known: what did not end is said once, with the cure that is one."""
     folder, file = chat_model(tmp_path / "model"), tmp_path / "examples.json"
@@ -181,7 +179,7 @@ def test_the_answers_of_a_fit_are_kept_and_each_step_is_said(
     arguments += ["--preserve", "texts.json", "--accept-worse", "--steps", 2]
     monkeypatch.chdir(tmp_path)
     Path("texts.json").write_text('["mode flip\\nbcdf>fdcb\\n"]')
-    status, _, err = run(capsys, *arguments, "--seconds", "1e-9")
+    status, _, err = run(*arguments, "--seconds", "1e-9")
     assert status == 2 and f"{kept}: the model's answers, which the next fit takes" in err
     assert re.search(r"the model answers 2 questions with at most 5 tokens, in \d+ s or less", err)
     enough = re.search(
@@ -193,7 +191,7 @@ def test_the_answers_of_a_fit_are_kept_and_each_step_is_said(
         own = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
         assert (entry["answer"], entry["text"]) == (own, tokenizer.decode(own))
     monkeypatch.setattr("icl_patch.static.answers.greedy", None)  # they are not asked for again
-    status, shown, err = run(capsys, *arguments, "--seconds", enough)
+    status, shown, err = run(*arguments, "--seconds", enough)
     assert status == 0, err
     assert f"{kept}: 2 answers of the model, from an earlier fit" in err
     for line in (f"loading {folder}", "fitting: 1 of 2", "step 2: KL "):
@@ -202,13 +200,11 @@ def test_the_answers_of_a_fit_are_kept_and_each_step_is_said(
     assert shown.count(note) == 1 and "did not end" not in err
     kept.write_text("{}")
     out.unlink()
-    status, _, err = run(capsys, *arguments)
+    status, _, err = run(*arguments)
     assert status == 2 and f"kept in {kept}, got something else: move it away" in err
 
 
-def test_a_patch_without_its_model_is_refused_by_the_models_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_patch_without_its_model_is_refused_by_the_models_name(tmp_path: Path, run: Run) -> None:
     """Not the tokenizer, which is another one too."""
     model, tokenizer = embedded.load()
     model.config._name_or_path = "my/model"
@@ -223,14 +219,12 @@ def test_a_patch_without_its_model_is_refused_by_the_models_name(
         ("export", static, "--out", tmp_path / "new"),
         ("replay", of_tokens),
     ):
-        status, _, err = run(capsys, command, "--patch", file, *arguments)
+        status, _, err = run(command, "--patch", file, *arguments)
         assert status == 2
         assert f"expected MODEL, my/model or its folder, as {file} is a patch of it" in err
 
 
-def test_a_file_is_replaced_only_with_force(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_file_is_replaced_only_with_force(folder: Path, tmp_path: Path, run: Run) -> None:
     examples = ["--examples", folder / "few.json", "--preserve", folder / "text.json"]
     examples += ["--end", "\n", "--steps", "2"]
     for command, *options in (
@@ -240,20 +234,8 @@ def test_a_file_is_replaced_only_with_force(
     ):
         out = tmp_path / ("mine.html" if command == "report" else "mine.safetensors")
         out.write_text("mine")
-        status, _, err = run(capsys, command, *options, "--out", out)
+        status, _, err = run(command, *options, "--out", out)
         assert (status, out.read_text()) == (2, "mine")
         assert f"expected a new name for --out, got {out}, which exists: --force replaces it" in err
-        assert run(capsys, command, *options, "--out", out, "--force")[0] == 0
+        assert run(command, *options, "--out", out, "--force")[0] == 0
         assert out.stat().st_size > 1000
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"])
-def test_files_without_examples_are_refused(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    file, out = tmp_path / "examples.json", tmp_path / "patch.safetensors"
-    file.write_bytes(content.encode("latin1"))
-    status, _, err = run(capsys, "fit", "--examples", file, "--out", out)
-    assert status == 2
-    assert "icl-patch fit: expected" in err
-    assert not out.exists()

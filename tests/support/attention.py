@@ -95,3 +95,35 @@ def check_written(
             assert all(map(same_bits, held[:2], expected))
     seen = torch.ones_like(expected[0][:, 0, :, 0]).bool() if mask is None else mask
     check_attention(y[: len(query)], query, *expected, seen)
+
+
+def check_rotary(
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: str = "cpu",
+    cut: bool = False,
+) -> None:
+    """Two by two as complex numbers in fp64, and with the roundings of torch's operators (not where
+    they are ``cut`` off). Heads of keys lie beside each other in memory, angles in gaps; these are
+    of a row or of all.
+    """
+    rows, heads, groups, tokens, width, angles = shape
+    rng = seeded(width)
+    sizes = (rows, heads, tokens, width), (rows, tokens, groups, width)
+    query, key = (normal(rng, *size, dtype=dtype).to(device) for size in sizes)
+    cos, sin = (normal(rng, angles, tokens, width // 2, dtype=dtype) for _ in range(2))
+    wide = torch.complex(cos.double(), sin.double()).unsqueeze(1).to(device)
+    cos, sin = torch.cat([cos, cos, sin, sin], -1).to(device).chunk(2, -1)
+    both = query, key.transpose(1, 2)
+    for x, y in zip(both, rotate(*both, cos, sin), strict=True):
+        first, second = x.double().chunk(2, -1)
+        turned = torch.complex(first, second) * wide
+        expected = torch.cat([turned.real, turned.imag], -1)
+        assert y.shape == x.shape and y.dtype == dtype
+        size = (first.abs() + second.abs()).repeat(1, 1, 1, 2) * wide.abs().repeat(1, 1, 1, 2)
+        limit = (6 if cut else 3) * UNIT[dtype] * size + 1e-12
+        assert ((y.double() - expected).abs() <= limit).all()
+        half = torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1)
+        rounded = x * cos.unsqueeze(1) + half * sin.unsqueeze(1)
+        assert cut or same_bits(y, rounded)

@@ -32,6 +32,12 @@ def write_json_lines(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of all files in a folder and the folders in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
 @torch.no_grad()
 def own_logits(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: dict[str, str]

@@ -5,18 +5,19 @@ a tuned configuration has to pass. ``test_kernels.py`` runs it with :mod:`kernel
 from collections.abc import Iterable
 from signal import SIGSEGV
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from support import attention, interpreter, norm_recording, op_calls
-from support.backend_checks import check_model, check_readers_share_a_launch
+from support.backend_checks import MODELS, check_model
 from support.compiled import needs_compiler
 from support.guard_pages import status_of_child
 from support.numeric import same_bits
 
-from icl_patch import ops
+from icl_patch import ContextPatcher, kernels, ops
 from icl_patch.bench import tuning
 from icl_patch.generation.step_program import StepProgram
 from icl_patch.kernels.runtime.config import Config
@@ -84,7 +85,22 @@ def test_a_program_writes_the_token_in_the_attentions_launches() -> None:
 
 @pytest.mark.stress
 def test_readers_share_a_launch() -> None:
-    check_readers_share_a_launch()
+    """Gate and up are recorded together, and the patch has the bits that it has without."""
+    ids = torch.randint(1, 90, (1, 4))
+    with ContextPatcher(MODELS["llama"](), "stable") as patcher:
+
+        def factors() -> dict[str, torch.Tensor]:
+            (step,) = patcher.generate(ids, max_new_tokens=1, mode="two_stream")
+            return dict(step.patch.layers[0])
+
+        patcher.plans.choose("two_stream")  # which is tried now
+        with patch.object(kernels, "record_linears", wraps=kernels.record_linears) as grouped:
+            together = factors()
+        with patch.object(ops, "has_triton", lambda _: False):
+            apart = factors()
+    assert [len(call.args[1]) for call in grouped.call_args_list] == [2]
+    assert together.keys() == apart.keys()
+    assert all(torch.equal(factor, apart[name]) for name, factor in together.items())
 
 
 MORE_MODELS = [

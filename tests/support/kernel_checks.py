@@ -5,18 +5,18 @@ Neither is collected by itself: ``test_kernels.py`` runs them in Triton's interp
 ``test_kernels_gpu.py`` on a GPU.
 """
 
-import itertools
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import attention, expert_products, row_ops
+from support import attention, expert_products, op_calls, row_ops
 from support.linear_cases import check_linear
 from support.linear_kernel_checks import (
     DEVICE,
     SOME,
+    all_of,
     bf16_heavy,
     coefficients,
     every_float,
@@ -26,6 +26,7 @@ from support.linear_kernel_checks import (
     poisoned_outputs,  # noqa: F401 for every test of this file too
 )
 from support.numeric import UNIT, by_columns, normal, poisoned, same_bits, seeded
+from support.op_calls import NATIVE
 from torch import Tensor
 
 from icl_patch import kernels
@@ -40,13 +41,10 @@ from icl_patch.kernels.runtime.launching import INTERPRETED
 # record_linear, read_direction
 
 
-LIGHT = [(torch.float32, 1), (torch.bfloat16, 3)]
-RECORDED = [
-    of if of in LIGHT else heavy(*of) for of in itertools.product(SOME.values(), (1, 3, 8, 18))
-]
-
-
-@pytest.mark.parametrize(("dtype", "rows"), RECORDED)
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    all_of(SOME.values(), (1, 3, 8, 18), light=[(torch.float32, 1), (torch.bfloat16, 3)]),
+)
 def test_record_linear(dtype: torch.dtype, rows: int) -> None:
     """Both streams, and a replay has their bits; ``u`` is the difference of the sums in fp32."""
     case = linear_case("row", (2 * rows, 35, 130), 1, dtype, seed=rows)
@@ -63,6 +61,8 @@ def test_record_linear(dtype: torch.dtype, rows: int) -> None:
         with_context = kernels.patched_linear(z_ctx, weight, bias=bias)
         assert same_bits(torch.cat([with_context, replayed]), y_pair)
         assert not same_bits(kernels.patched_linear(z, weight, bias=bias), replayed)
+    recorded = kernels.record_linears(z[:0], [weight], [bias], coeff[:0])
+    assert all(x.shape == (0, 35) for x in recorded)
 
 
 @bf16_heavy
@@ -132,14 +132,6 @@ def test_the_kernels_round_where_the_modules_do() -> None:
         assert (out == (act * scale.float()).half()).float().mean() < 0.9
 
 
-def test_no_rows() -> None:
-    """Where nothing was read, nothing is recorded; the other ops: test_row_ops."""
-    empty = torch.ones(0, 7, device=DEVICE)
-    _, _, coeff = kernels.read_direction(empty)
-    recorded = kernels.record_linears(empty, [torch.ones(3, 7, device=DEVICE)], [None], coeff)
-    assert all(x.shape == (0, 3) for x in recorded)
-
-
 # As operators
 
 
@@ -177,41 +169,22 @@ def test_where_there_is_no_such_expert_the_output_is_0() -> None:
         assert same_bits(found, out)
 
 
-def operator_calls() -> list[tuple[str, tuple]]:
-    case = linear_case("pool", (3, 5, 70), 2)
-    pair = normal(seeded(2), 6, 70, dtype=torch.float32).to(DEVICE)
-    wide = torch.ones(3, 1, device=DEVICE)
-    experts = expert_products.case((3, 2, 4, 5, 7), torch.float32, True, True, DEVICE)[:4]
-    factors = (case.z, case.u, case.v, case.index, torch.float16)
-    attended = attention.problem((2, 4, 2, 9, 8, 6), torch.float32, DEVICE)
-    angles = torch.ones(1, 1, 8, device=DEVICE)
-    written = *attention.new_token(*attended[1:3]), torch.tensor([8], device=DEVICE)
-    return [
-        ("patched_linear", (*case.arguments.values(), torch.float16)),
-        ("patched_linear", (case.z, case.weight, None, None, None, None, None)),
-        ("record_linears", (pair, [case.weight] * 3, [case.bias] * 3, wide)),
-        ("add_low_rank", (torch.ones(3, 5, device=DEVICE), *factors)),
-        ("read_direction", (pair,)),
-        ("norm_pair", (pair, pair[0], 1e-5, 1.0, False)),
-        ("rms_norm", (pair, pair, 1e-5, 0.0, True)),
-        ("gated_product", (pair, pair, "silu")),
-        ("expert_linear", (*experts, torch.float16)),
-        ("attention_pair", (*attended[:3], torch.tensor([8], device=DEVICE), attended[3], 0.5)),
-        ("decode_attention", (*attended[:3], None, 0.5)),
-        ("rotary_embedding", (attended[0].unsqueeze(2), attended[1][:, :, :1], *[angles] * 2)),
-        ("linear_maps", (case.z, [case.weight] * 2, [case.bias, None])),
-        (
-            "write_and_attend",
-            (attended[0].unsqueeze(2), *attended[1:3], *written, attended[3], 0.5),
-        ),
-    ]
+LIGHT_CALLS = ("patched_linear, a pool", "expert_linear", "attention_pair")
 
 
-@pytest.mark.parametrize("number", [x if x in (0, 8, 9, 12) else heavy(x) for x in range(14)])
-def test_opcheck(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [x if x in LIGHT_CALLS else heavy(x) for x in op_calls.CALLS if x not in NATIVE]
+)
+def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    name, arguments = operator_calls()[number]
-    torch.library.opcheck(getattr(torch.ops.icl_patch, f"triton_{name}").default, arguments)
+    op_calls.check_registered(name, DEVICE)
+
+
+def test_opcheck_of_maps_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    case = linear_case("row", (3, 5, 70))
+    given = case.z, [case.weight] * 2, [case.bias, None]
+    torch.library.opcheck(torch.ops.icl_patch.triton_linear_maps.default, given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, heavy(torch.bfloat16)][INTERPRETED:], ids=str)
@@ -346,22 +319,9 @@ def test_rotary_embedding(dtype: torch.dtype) -> None:
     """It has the bits of torch's operators; keys and angles lie in gaps, angles are of a row or of
     all. Triton's interpreter cuts bf16 off where a GPU rounds.
     """
-    for rows, heads, groups, tokens, width, angles in ((3, 5, 2, 4, 10, 3), (2, 3, 3, 1, 64, 1)):
-        rng = seeded(width)
-        sizes = (rows, heads, tokens, width), (rows, tokens, groups, width)
-        query, key = (normal(rng, *size, dtype=dtype).to(DEVICE) for size in sizes)
-        cos, sin = normal(rng, angles, tokens, 2 * width, dtype=dtype).to(DEVICE).chunk(2, -1)
-        both = query, key.transpose(1, 2)
-        for x, y in zip(both, kernels.rotary_embedding(*both, cos, sin), strict=True):
-            first, second = x.chunk(2, -1)
-            half = torch.cat([-second, first], -1)
-            parts = x * cos.unsqueeze(1), half * sin.unsqueeze(1)
-            expected = parts[0] + parts[1]
-            if INTERPRETED and dtype == torch.bfloat16:
-                size = sum(part.float().abs() for part in parts)
-                assert ((y - expected).float().abs() <= 6 * UNIT[dtype] * size).all()
-            else:
-                assert same_bits(y, expected)
+    cut = INTERPRETED and dtype == torch.bfloat16
+    for shape in ((3, 5, 2, 4, 10, 3), (2, 3, 3, 1, 64, 1)):
+        attention.check_rotary(kernels.rotary_embedding, dtype, shape, DEVICE, cut=cut)
 
 
 @fp32_heavy

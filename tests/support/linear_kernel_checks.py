@@ -1,6 +1,7 @@
 """What the Triton kernels of ``patched_linear`` must do; see :mod:`kernel_checks`."""
 
 import itertools
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,12 +51,15 @@ def heavy(*values: Any) -> Any:
     return pytest.param(*values, marks=STRESS)
 
 
+def all_of(*axes: Iterable[Any], light: Container[Any]) -> list[Any]:
+    """Every case with one value of each axis; those that are not light are heavy."""
+    return [of if of in light else heavy(*of) for of in itertools.product(*axes)]
+
+
 # fp32 and bf16, of which one is heavy
 bf16_heavy, fp32_heavy = (
-    pytest.mark.parametrize(
-        "dtype", [heavy(x) if x == large else x for x in SOME.values()], ids=SOME
-    )
-    for large in (torch.bfloat16, torch.float32)
+    pytest.mark.parametrize(["dtype"], all_of(SOME.values(), light=[(light,)]), ids=SOME)
+    for light in (torch.float32, torch.bfloat16)
 )
 
 
@@ -82,11 +86,11 @@ RANKS = [1, 2, 3, 1, 4, 5, 1]
 # of fp32 the factors' dtype is its own; of bf16 factors in fp32 are in the next tests
 @pytest.mark.parametrize(
     ("dtype", "own_factors"),
-    [
-        heavy(dtype, own) if own is (dtype == torch.float32) else (dtype, own)
-        for dtype in SOME.values()
-        for own in (False, True)
-    ],
+    all_of(
+        SOME.values(),
+        (False, True),
+        light=[(dtype, dtype != torch.float32) for dtype in SOME.values()],
+    ),
 )
 @every_layout
 def test_patched_linear(dtype: torch.dtype, layout: str, own_factors: bool) -> None:
@@ -123,12 +127,11 @@ def test_further_sizes(layout: str, sizes: tuple[int, int, int], rank: int) -> N
 # in the interpreter each layout once; many rows of the pool: test_the_low_rank_term_alone
 LIGHT = [(torch.float32, "row-rank", 3), (torch.float32, "shared", 3)]
 LIGHT += [(torch.bfloat16, "row", 3), (torch.bfloat16, "pool", 3)]
-STRIDED = [
-    of if of in LIGHT else heavy(*of) for of in itertools.product(SOME.values(), LAYOUTS, (3, 18))
-]
 
 
-@pytest.mark.parametrize(("dtype", "layout", "rows"), STRIDED)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "rows"), all_of(SOME.values(), LAYOUTS, (3, 18), light=LIGHT)
+)
 def test_strides(dtype: torch.dtype, layout: str, rows: int) -> None:
     case = linear_case(layout, (rows, 35, 70), 2, dtype)
     for stride in (poisoned, by_columns, in_gaps):
@@ -157,11 +160,7 @@ def test_one_rounding(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows"),
-    [
-        of if of == (torch.float32, 6) else heavy(*of)
-        for of in itertools.product(SOME.values(), (6, 20))
-    ],
+    ("dtype", "rows"), all_of(SOME.values(), (6, 20), light=[(torch.float32, 6)])
 )
 def test_index_minus_one_gives_the_bits_of_the_plain_map(
     dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -192,39 +191,33 @@ def rows_keep_their_bits(case: Case, counts: list[int]) -> bool:
     )
 
 
-@bf16_heavy
-def test_a_row_does_not_see_its_batch(dtype: torch.dtype) -> None:
-    case = linear_case("row", (16, 9, 130), 1, dtype)
-    assert rows_keep_their_bits(case, list(range(1, 16)) if not INTERPRETED else [11])
+# Few rows; coefficients that are summed in one launch and in two (of one batch: the next test);
+# more rows than a block has.
+BATCHES = {
+    "few": ("row", (16, 9, 130), 1, [11] if INTERPRETED else list(range(1, 16))),
+    "ranked": ("row-rank", (16, 9, 130), 4, [1]),
+    "many": ("row", (40, 9, 100), 1, [17] if INTERPRETED else [1, 17]),
+}
 
 
-@pytest.mark.parametrize("dtype", map(heavy, SOME.values()), ids=SOME)
-def test_it_does_not_see_where_coefficients_are_summed(dtype: torch.dtype) -> None:
-    """Here in one launch, there in two; of one batch: the test after the next."""
-    ranked = linear_case("row-rank", (16, 9, 130), 4, dtype)
-    assert rows_keep_their_bits(ranked, [1])
+@pytest.mark.parametrize(
+    ("dtype", "batch"),
+    all_of(SOME.values(), BATCHES, light=[(torch.float32, "few"), (torch.bfloat16, "many")]),
+)
+def test_a_row_does_not_see_its_batch(dtype: torch.dtype, batch: str) -> None:
+    layout, sizes, rank, counts = BATCHES[batch]
+    case = linear_case(layout, sizes, rank, dtype)
+    assert rows_keep_their_bits(case, counts)
+    check_linear(case, kernels.patched_linear(**case.arguments), dtype)
 
 
-@fp32_heavy
-def test_it_does_not_see_how_many_rows_there_are(dtype: torch.dtype) -> None:
-    """More than a block has."""
-    many = linear_case("row", (40, 9, 100), 1, dtype)
-    assert rows_keep_their_bits(many, [1, 17] if not INTERPRETED else [17])
-    check_linear(many, kernels.patched_linear(**many.arguments), dtype)
-
-
-LIGHT_SUMS = [(torch.float32, (1, 1)), (torch.bfloat16, (3, 2))]
-SUMMED = [
-    of if of in LIGHT_SUMS else heavy(*of)
-    for of in itertools.product(SOME.values(), ((1, 1), (3, 2)))
-]
-
-
-@pytest.mark.parametrize(("dtype", "size"), SUMMED)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "rank"),
+    all_of(SOME.values(), (1, 3), (1, 2), light=[(torch.float32, 1, 1), (torch.bfloat16, 3, 2)]),
+)
 def test_coefficients_have_the_same_bits_wherever_they_are_summed(
-    dtype: torch.dtype, size: tuple[int, int]
+    dtype: torch.dtype, rows: int, rank: int
 ) -> None:
-    rows, rank = size
     k = 2200 if INTERPRETED else 4300  # segments are of 2048
     case = linear_case("row-rank", (rows, 7, k), rank, dtype)
     coeff = coefficients(case.z, case.v)
@@ -298,13 +291,8 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
     assert same_bits(launch_linear(z[1:2], weight, config=config), y_pair[1:2])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"),
-    [
-        heavy(*of) if of[0] == torch.float32 else of
-        for of in itertools.product(SOME.values(), ("row", "shared", "pool"))
-    ],
-)
+@pytest.mark.parametrize("layout", ["row", "shared", "pool"])
+@fp32_heavy
 def test_the_low_rank_term_alone(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: str
 ) -> None:

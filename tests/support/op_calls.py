@@ -1,14 +1,16 @@
-"""Every op as a function of tensors, in whichever implementation serves it: traced on real tensors,
-derived, and mapped over.
+"""Every op as a function of tensors, in whichever implementation serves it: registered with torch,
+traced on real tensors, derived, and mapped over.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from support.numeric import UNIT, normal, same_bits, seeded
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from icl_patch import ops
 from icl_patch.ops import dispatch
@@ -39,19 +41,31 @@ def _record_linears(z: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return tuple(x for of in recorded for x in of)
 
 
+def _mask(z: Tensor) -> Tensor:
+    seen = [[True, False], *[[True, True]] * (ROWS - 1)]
+    return torch.tensor(seen, device=z.device)
+
+
+def _column(z: Tensor, number: int) -> Tensor:
+    return torch.tensor([number], device=z.device)
+
+
+def _decode(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    key, value = (torch.stack([x, -x], 1).unsqueeze(1) for x in (v, u))
+    return ops.decode_attention(z.unsqueeze(1), key, value)
+
+
 def _attention(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Of two keys and values, of which the first row sees one."""
     key, value = (torch.stack([x, -x], 1).unsqueeze(1) for x in (v, u))
-    mask = torch.tensor([[True, False], *[[True, True]] * (ROWS - 1)])
-    return ops.attention_pair(z.unsqueeze(1), key, value, torch.ones(1).long(), mask)
+    return ops.attention_pair(z.unsqueeze(1), key, value, _column(z, 1), _mask(z))
 
 
 def _written(z: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """The same; the second key and value are written before, into the first column too."""
     keys, values = (torch.stack([x, -x], 1).unsqueeze(1) for x in (v, u))
-    mask = torch.tensor([[True, False], *[[True, True]] * (ROWS - 1)])
-    query, key, column = z[:, None, None], 2 * keys[:, :, 1:], torch.zeros(1).long()
-    return ops.write_and_attend(query, keys, values, key, 2 * u, column, mask), keys, values
+    query, key, column = z[:, None, None], 2 * keys[:, :, 1:], _column(z, 0)
+    return ops.write_and_attend(query, keys, values, key, 2 * u, column, _mask(z)), keys, values
 
 
 def _rotary(z: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -66,20 +80,31 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "patched_linear, a pool": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
         z, w, pool_u, pool_v, b, index=index
     ),
+    "patched_linear, plain": lambda z, w, **_: ops.patched_linear(z, w),
+    "patched_linear, in fp16": lambda z, w, u, v, **_: ops.patched_linear(
+        z, w, u, v, out_dtype=torch.float16
+    ),
     "add_low_rank, apart": lambda z, w, b, pool_u, pool_v, index, **_: ops.patched_linear(
         z, w, pool_u, pool_v, b, index=index, path="gemm"
     ),
     "record_linear": lambda z, w, b, **_: ops.record_linear(z, w, b)[:2],
     "record_linears": lambda z, w, b, **_: _record_linears(z, w, b),
     "add_low_rank": lambda z, u, v, **_: ops.add_low_rank(u, z, u, v),
+    "add_low_rank, in fp16": lambda z, u, v, **_: ops.add_low_rank(
+        u, z, u, v, out_dtype=torch.float16
+    ),
     "expert_linear": lambda z, w, index, **_: ops.expert_linear(
         z, torch.stack([w, -w, 2 * w, w]), index.unsqueeze(1) + 1
+    ),
+    "expert_linear, in fp16": lambda z, w, b, index, **_: ops.expert_linear(
+        z, w[None], 0 * index[:, None], b[None], out_dtype=torch.float16
     ),
     "read_direction": lambda z, **_: tuple(ops.read_direction(z)[:2]),
     "rms_norm": lambda z, v, **_: ops.rms_norm(z, v, 1e-5),
     "norm_pair": lambda z, v, **_: _norm_pair(z, v),
     "gated_product": lambda z, v, **_: ops.gated_product(z, v, "silu"),
     "gated_product, by tanh": lambda z, v, **_: ops.gated_product(z, v, "gelu_tanh"),
+    "decode_attention": lambda z, u, v, **_: _decode(z, u, v),
     "attention_pair": lambda z, u, v, **_: _attention(z, u, v),
     "write_and_attend": lambda z, u, v, **_: _written(z, u, v),
     "rotary_embedding": lambda z, v, **_: _rotary(z, v),
@@ -94,6 +119,30 @@ def call(name: str, given: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
 
 # the native library's, whatever serves the products
 NATIVE = ("invert_rmsnorm", "stable_scale")
+
+
+class Operators(TorchDispatchMode):
+    """Notes the calls of operators of the native library and of Triton."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "icl_patch":
+            self.seen.append((function, args, kwargs or {}))
+        return function(*args, **kwargs or {})
+
+
+def check_registered(name: str, device: str = "cpu") -> None:
+    """What torch.compile and fake tensors see of the operators that serve the op."""
+    with torch.no_grad(), Operators() as found:
+        call(name, [x.to(device) for x in arguments(0)])
+    assert found.seen
+    for function, args, kwargs in found.seen:
+        torch.library.opcheck(function, args, kwargs)
 
 
 def check_traced(name: str) -> None:
@@ -113,7 +162,7 @@ def check_traced(name: str) -> None:
         assert same_bits(x, y)
 
 
-DIFFERENTIABLE = [name for name in CALLS if name not in ("invert_rmsnorm", "stable_scale")]
+DIFFERENTIABLE = [name for name in CALLS if name not in NATIVE and "in fp16" not in name]
 
 
 def read_by(name: str) -> list[int]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from support.numeric import FLOATS, UNIT, in_gaps, normal, poisoned, same_bits, seeded
+from support.numeric import UNIT, in_gaps, normal, poisoned, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import ops
@@ -181,9 +181,3 @@ def check_all(dtype: torch.dtype, widths: tuple[int, ...] = WIDTHS, device: str 
     check_read_direction(dtype, device)
     if dtype != torch.float64:
         check_extremes(dtype, device)
-
-
-def check_every_dtype(widths: tuple[int, ...]) -> None:
-    """All of it, for a process whose implementation was chosen from outside."""
-    for dtype in FLOATS.values():
-        check_all(dtype, widths)
