@@ -27,7 +27,7 @@ _ROUNDINGS = 16  # the allowed difference between two orders of the same arithme
 _SCALES = (1.0, 30.0, 1000.0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NormBefore(FusedModule):
     """The norm before a block's MLP, which also gives the block's recorder delta and the readers'
     direction.

@@ -19,7 +19,7 @@ from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.recorded_step import RecordedStep, warn_slower
 from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.traced_step import TracedStep
-from icl_patch.layers.attachment import WaitingForward, below_passes
+from icl_patch.layers.attachment import forward_of_others
 from icl_patch.layers.device_hooks import has_accelerate_hooks, input_device
 from icl_patch.layers.patched_module import with_base
 from icl_patch.models import kv_cache
@@ -174,10 +174,7 @@ def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
     check_compilable(attached, traced=False)
     for path, module in attached.model.named_modules():
         for part in with_base(module):
-            forward = below_passes(part)
-            if isinstance(forward, WaitingForward):
-                forward = forward.before
-            if forward is not None:
+            if forward_of_others(part) is not None:
                 raise UnsupportedModelError(
                     f"other code has replaced the forward of {path or 'the model'}, and would run"
                     " only in the first step"

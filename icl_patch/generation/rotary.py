@@ -2,8 +2,8 @@
 some eight for query and key each.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,28 +12,24 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.checks import is_traced
-from icl_patch.models.table_override import TableOverride, file_override
+from icl_patch.models.table_override import TableOverride, file_override, overridden
 from icl_patch.recording.attached_block import AttachedBlock
 
 _NAME = "apply_rotary_pos_emb"  # in most of transformers' files
 _fusing: ContextVar[bool] = ContextVar("icl_patch_rotary", default=False)
+_tried: dict[Any, bool] = {}  # by the function, the shapes of a row and the dtypes
 
 
-def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    tried: dict[Any, bool] = {}  # by the shapes of a row and the dtypes
-
-    def rotate(*args: Any, **kwargs: Any) -> Any:
-        tensors = len(args) == 4 and not kwargs and all(isinstance(x, Tensor) for x in args)
-        if not (_fusing.get() and tensors and ops.has_kernels(args[0].device.type)):
-            return original(*args, **kwargs)
-        form = tuple((x.shape[1:], x.dtype) for x in args)
-        if form not in tried:
-            if is_traced():  # it would get the trial into the graph
-                return original(*args)
-            tried[form] = _has_same_bits(original, args)
-        return ops.rotary_embedding(*args) if tried[form] else original(*args)
-
-    return rotate
+def _fused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tensors = len(args) == 4 and not kwargs and all(isinstance(x, Tensor) for x in args)
+    if not (_fusing.get() and tensors and ops.has_kernels(args[0].device.type)):
+        return original(*args, **kwargs)
+    form = (original, *((x.shape[1:], x.dtype) for x in args))
+    if form not in _tried:
+        if is_traced():  # it would get the trial into the graph
+            return original(*args)
+        _tried[form] = _has_same_bits(original, args)
+    return ops.rotary_embedding(*args) if _tried[form] else original(*args)
 
 
 def _has_same_bits(original: Callable[..., Any], like: Iterable[Tensor]) -> bool:
@@ -52,14 +48,6 @@ def rotary_overrides(blocks: Iterable[AttachedBlock]) -> set[TableOverride]:
     return {override for block in blocks for override in file_override(block.module, _NAME, _fused)}
 
 
-@contextmanager
-def fused_rotary(overrides: Iterable[TableOverride]) -> Iterator[None]:
-    """Within this context these functions run as our op in this thread, if it has their bits."""
-    token = _fusing.set(True)
-    try:
-        with ExitStack() as stack:
-            for override in overrides:
-                stack.enter_context(override())
-            yield
-    finally:
-        _fusing.reset(token)
+def fused_rotary(overrides: Iterable[TableOverride]) -> AbstractContextManager[None]:
+    """A context within which these functions run as our op in this thread, if it has their bits."""
+    return overridden(overrides, _fusing, True)

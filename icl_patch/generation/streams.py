@@ -2,8 +2,8 @@
 and the end of a block.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.functions import one_token_attention
 from icl_patch.models.forward_override import Forward
-from icl_patch.models.table_override import TableOverride
+from icl_patch.models.table_override import TableOverride, overridden
 from icl_patch.recording.attached_block import AttachedBlock
 
 SDPA = "sdpa"
@@ -46,56 +46,44 @@ Attend = Callable[[AttentionCall], Tensor]
 _attend: ContextVar[Attend | None] = ContextVar("icl_patch_attend", default=None)
 
 
-def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if (attend := _attend.get()) is None:
-            return original(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        usual = not any(kwargs.get(name) is not None for name in _FURTHER)
+def _interposed(
+    original: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    if (attend := _attend.get()) is None:
+        return original(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    usual = not any(kwargs.get(name) is not None for name in _FURTHER)
 
-        def run(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            mask: Tensor | None,
-            slot: Tensor | None = None,
-        ) -> Tensor:
-            if usual:
-                y = one_token_attention(query, key, value, mask, dropout, scaling, slot)
-                if y is not None:
-                    return y.transpose(1, 2)
-            output: Tensor
-            output, _ = original(module, query, key, value, mask, dropout, scaling, **kwargs)
-            if slot is None:
-                return output
-            own = own_value(query, value.index_select(2, slot))
-            return torch.cat([output, own.reshape(output.shape).to(output.dtype)])
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, slot: Tensor | None = None
+    ) -> Tensor:
+        if usual:
+            y = one_token_attention(query, key, value, mask, dropout, scaling, slot)
+            if y is not None:
+                return y.transpose(1, 2)
+        output: Tensor
+        output, _ = original(module, query, key, value, mask, dropout, scaling, **kwargs)
+        if slot is None:
+            return output
+        own = own_value(query, value.index_select(2, slot))
+        return torch.cat([output, own.reshape(output.shape).to(output.dtype)])
 
-        return attend(AttentionCall(run, query, key, value, attention_mask)), None
-
-    return attention
+    return attend(AttentionCall(run, query, key, value, attention_mask)), None
 
 
 _override = TableOverride(ALL_ATTENTION_FUNCTIONS, SDPA, _interposed)
 
 
-@contextmanager
-def attending(attend: Attend) -> Iterator[None]:
-    """Within this context ``attend`` gives the output of each of the model's attentions."""
-    token = _attend.set(attend)
-    try:
-        with _override():
-            yield
-    finally:
-        _attend.reset(token)
+def attending(attend: Attend) -> AbstractContextManager[None]:
+    """A context within which ``attend`` gives the output of each of the model's attentions."""
+    return overridden((_override,), _attend, attend)
 
 
 def other_attention(model: nn.Module) -> UnsupportedModelError:

@@ -24,7 +24,7 @@ from icl_patch.generation.streams import (
     own_value,
 )
 from icl_patch.models import kv_cache
-from icl_patch.models.attention_mask import OneToken, restricted_attention
+from icl_patch.models.attention_mask import Visibility, restricted_attention
 from icl_patch.models.forward import call as run_model
 from icl_patch.models.forward_override import Forward
 from icl_patch.models.trial_tokens import trial_tokens
@@ -78,13 +78,14 @@ class TwoStreams:
         both streams' logits.
         """
         names, update = vars(step_inputs.cache), step_inputs.cache.update
-        alone = OneToken(step_inputs.mask, batch=len(step_inputs.current) // 2)
+        context = torch.ones_like(step_inputs.mask, dtype=torch.bool)
+        context[len(context) // 2 :] = False  # of a reduced row
         try:
             names["update"] = partial(self._update, update, step_inputs.slot)
             with (
                 attending(self._attend)
                 if self._in_table
-                else restricted_attention(self._model, alone)
+                else restricted_attention(self._model, Visibility(context))
             ):
                 yield
             if self._read != self._own.keys():

@@ -104,7 +104,7 @@ def _tokens_of(given: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None, 
 
 def _rotated_by_row(
     model: PreTrainedModel, given: Mapping[str, Any]
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[object]:
     """A context in which a call with these inputs rotates each row as the row alone.
 
     Raises:

@@ -57,8 +57,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
     It is an operator of its own: a compiled step calls it, and does not see that it reads ``offs``
     on the host.
     """
-    out: Tensor = torch.ops.icl_patch_invariance.grouped_mm(x, weight, offs)
-    return out
+    return torch.ops.icl_patch_invariance.grouped_mm(x, weight, offs)
 
 
 def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

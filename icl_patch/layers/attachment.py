@@ -11,7 +11,7 @@ and forwards of a pass do nothing in another thread, and a patched module waits 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, update_wrapper, wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from icl_patch.layers.device_hooks import put_back
 
+Forward = Callable[..., Any]
 _NO_COPY = (
     "expected a copy of the model outside of the patcher's own passes and of `with"
     " patcher.applied(...)`, got one within: copy the model before or afterwards"
@@ -30,23 +31,31 @@ _NO_COPY = (
 class Attachment:
     """The lock of one attached model, and everything that detaching has to undo.
 
+    The forwards of the model, and of the models inside it, take the lock.
+
     Attributes:
         blocks: the swapped blocks; each has a method ``detach``.
         lock: re-entrant. A pass holds it, and so does a call of the model's forward.
-        thread: the identifier of the thread that runs a pass; None outside of a pass.
+        thread: the identifier of the thread that runs a pass, or whose pass an interrupt ended
+            before it was cleared away; None outside of a pass.
         applied: whether one token's patch is applied to all tokens just now.
         forwards: the instance attributes ``forward`` of the model's modules at attach time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.blocks: list[Any] = []
         self.lock = threading.RLock()
         self.thread: int | None = None
         self.applied = False
-        self._unfinished = False  # whether a pass has begun and neither ended nor been cleared away
-        self._model: nn.Module | None = None
-        self.forwards: dict[nn.Module, Callable[..., Any]] = {}
-        self._waiting: list[WaitingForward] = []
+        self._model = model
+        self._waiting = [
+            WaitingForward(part, self)
+            for part in model.modules()
+            if isinstance(part, PreTrainedModel)
+        ]
+        self.forwards: dict[nn.Module, Forward] = {
+            part: vars(part)["forward"] for part in model.modules() if "forward" in vars(part)
+        }
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -57,17 +66,14 @@ class Attachment:
         """
         with self.turn():
             before, ended = self.thread, False
-            self._unfinished = True
             try:
                 self.thread = threading.get_ident()
                 yield
                 ended = True
             finally:
+                if before is None and not ended:
+                    self._clear()
                 self.thread = before
-                if before is None:
-                    if not ended:
-                        self._clear()
-                    self._unfinished = False
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -76,11 +82,9 @@ class Attachment:
         """
         held = self._is_held()
         with self.lock:
-            if not held:
+            if not held and self.thread is not None:
+                self._clear()
                 self.thread = None
-                if self._unfinished:
-                    self._clear()
-                    self._unfinished = False
             yield
 
     def check_outside(self) -> None:
@@ -102,12 +106,11 @@ class Attachment:
         """Whether this thread holds the lock. An interrupt may make a pass's own notes wrong, but
         never this.
         """
-        held: bool = self.lock._is_owned()  # type: ignore[attr-defined]
-        return held
+        return self.lock._is_owned()  # type: ignore[attr-defined]
 
     def _clear(self) -> None:
         """Take the factors, hooks and forwards of a pass out of the model."""
-        if self._model is None or self.applied:
+        if self.applied:
             return
         for block in self.blocks:
             block.off()
@@ -116,26 +119,14 @@ class Attachment:
                 if part is not None:
                     _clear_hooks(part)
                     put_back(part)
-                    # the model's own is no pass's, but that of batch_invariant
-                    while part is not self._model and _is_of_a_pass(vars(part).get("forward")):
-                        set_forward(part, _forward_before(part))
-
-    def hold_forwards(self, model: PreTrainedModel) -> None:
-        """Make the forwards of the model, and of the models inside it, take the lock."""
-        self._model = model
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                self._waiting.append(WaitingForward(module, self))
-                set_forward(module, self._waiting[-1])
-        self.forwards = {
-            part: vars(part)["forward"] for part in model.modules() if "forward" in vars(part)
-        }
+                    if part is not self._model:  # its own is no pass's, but batch_invariant's
+                        end_passes(part)
 
     def undo(self) -> None:
         """Put everything back; calling it twice is fine. No pass may be running: it does not
         wait.
         """
-        if self._unfinished:
+        if self.thread is not None:
             self._clear()
         while self.blocks:
             self.blocks.pop().detach()
@@ -149,8 +140,6 @@ class PassHook:
     A module that has one cannot be copied: the copy would keep it.
     """
 
-    of_a_pass = True
-
     def __init__(self, hook: Callable[..., Any], thread: int | None) -> None:
         self._hook, self._thread = hook, thread
 
@@ -163,7 +152,27 @@ class PassHook:
         raise ValueError(_NO_COPY)
 
 
-class WaitingForward:
+class InstanceForward:
+    """A forward that icl-patch gives to one module, on top of the one that the module had.
+
+    A copy of the module gets the forward from before: one of ours would run this module in the
+    copy too.
+
+    Attributes:
+        module: the module.
+        before: its instance attribute ``forward`` from before; None if it had its class's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._remember()
+
+    def _remember(self) -> None:
+        self.before: Forward | None = vars(self.module).get("forward")
+        self.__wrapped__ = self.module.forward  # inspect.signature looks there
+
+
+class WaitingForward(InstanceForward):
     """A model's forward that takes the lock of the attached model.
 
     ``torch.compile`` traces it without the lock: a compiled model does not look at the modules'
@@ -171,40 +180,96 @@ class WaitingForward:
     """
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
-        self._module, self.attachment = module, attachment
-        self.before: Callable[..., Any] | None = vars(module).get("forward")
-        self._forward: Callable[..., Any] = module.forward
-        update_wrapper(self, self._forward)  # transformers looks at the signature
-        self.reduce_ex = partial(_reduce_ex, module)
+        super().__init__(module)
+        self.attachment = attachment
+        set_forward(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own forward."""
         if torch.compiler.is_compiling():
-            return self._forward(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
         with self.attachment.turn():
-            return self._forward(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
 
     def remove(self) -> None:
         """Put the former forward back, unless somebody has replaced this one since."""
-        forward = vars(self._module).get("forward")
-        set_forward(self._module, self.before if forward is self else forward)
+        forward = vars(self.module).get("forward")
+        set_forward(self.module, self.before if forward is self else forward)
 
 
-def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give one module a forward of its own; None: that of its class.
+class PassForward(InstanceForward):
+    """A forward that a module has in one thread; in all others, and after its end, the module runs
+    the one from before.
 
-    A forward of ours would run this module in a copy of it too. So a copy gets the forward from
-    before: copy, deepcopy and pickle look for ``__reduce_ex__`` in the instance first.
+    Args:
+        module: the module. forward: what it runs.
+        thread: a list of the thread's identifier, of 0 outside of the pass.
     """
-    names, reduce_ex = vars(module), getattr(forward, "reduce_ex", None)
+
+    def __init__(self, module: nn.Module, forward: Forward, thread: list[int]) -> None:
+        super().__init__(module)
+        self._forward, self.thread = forward, thread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward, or the one from before."""
+        own = threading.get_ident() == self.thread[0]
+        return (self._forward if own else self.__wrapped__)(*args, **kwargs)
+
+    def put(self) -> None:
+        """Give it to the module, unless it lies below another one there since it ended last."""
+        if self not in our_forwards(self.module):
+            self._remember()
+            set_forward(self.module, self)
+
+
+def our_forwards(module: nn.Module) -> Iterator[InstanceForward]:
+    """The forwards of ours that a module has on top of each other and of its own, the last one
+    first.
+    """
+    forward = vars(module).get("forward")
+    while isinstance(forward, InstanceForward):
+        yield forward
+        forward = forward.before
+
+
+def forward_of_others(module: nn.Module) -> Forward | None:
+    """The forward that other code has given to the module; None for its class's."""
+    forward = vars(module).get("forward")
+    for ours in our_forwards(module):
+        forward = ours.before
+    return forward
+
+
+def take_ended(module: nn.Module) -> None:
+    """Take away the forwards of passes that have ended; one below another's stays until that one
+    has ended too.
+    """
+    for forward in our_forwards(module):
+        if not isinstance(forward, PassForward) or forward.thread[0]:
+            return
+        set_forward(module, forward.before)
+
+
+def end_passes(module: nn.Module) -> None:
+    """Take away the forwards of passes whose end an interrupt has kept from them."""
+    for forward in our_forwards(module):
+        if isinstance(forward, PassForward):
+            forward.thread[0] = 0
+    take_ended(module)
+
+
+def set_forward(module: nn.Module, forward: Forward | None) -> None:
+    """Give one module a forward of its own; None: that of its class."""
+    names = vars(module)
     if forward is None:
         names.pop("forward", None)
     else:
         names["forward"] = forward
-    if reduce_ex is None:
-        names.pop("__reduce_ex__", None)
+    # copy, deepcopy and pickle look for it in the instance first
+    if isinstance(forward, InstanceForward):
+        names["__reduce_ex__"] = partial(_reduce_ex, module)
     else:
-        names["__reduce_ex__"] = reduce_ex
+        names.pop("__reduce_ex__", None)
 
 
 def _reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -212,52 +277,19 @@ def _reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     reduced: Any = type(module).__reduce_ex__(module, protocol)
     make, args, state, *rest = reduced
     state = {k: x for k, x in state.items() if k not in ("forward", "__reduce_ex__")}
-    forward = below_passes(module)
-    if isinstance(forward, WaitingForward):
-        forward = forward.before
+    forward = forward_of_others(module)
     return make, args, state if forward is None else state | {"forward": forward}, *rest
-
-
-def forward_of_a_pass(forward: Callable[..., Any], module: nn.Module, others: list[Any]) -> None:
-    """Mark a forward that a pass puts into a module, with a list of the one that was there."""
-    vars(forward).update(of_a_pass=others, reduce_ex=partial(_reduce_ex, module))
-
-
-def _is_of_a_pass(function: Any) -> bool:
-    return hasattr(function, "of_a_pass")
-
-
-def below_passes(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that the module has outside of passes, of all threads; None for its class's."""
-    forward: Any = vars(module).get("forward")
-    while _is_of_a_pass(forward):
-        (forward,) = forward.of_a_pass
-    return unless_of_class(module, forward)
 
 
 def turn_of(model: nn.Module) -> AbstractContextManager[Any]:
     """A context that no other thread has at once: of an attached model that of its passes."""
-    forward = below_passes(model)
-    if isinstance(forward, WaitingForward):
-        return forward.attachment.turn()
+    for forward in our_forwards(model):
+        if isinstance(forward, WaitingForward):
+            return forward.attachment.turn()
     return _turns.setdefault(model, threading.RLock())
 
 
 _turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of models without a patcher
-
-
-def unless_of_class(
-    module: nn.Module, forward: Callable[..., Any] | None
-) -> Callable[..., Any] | None:
-    """A forward of the module; None if it is that of its class."""
-    of_class = getattr(forward, "__func__", None) is type(module).forward
-    return None if of_class and getattr(forward, "__self__", None) is module else forward
-
-
-def _forward_before(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that the module had before a pass put its own there; None for its class's."""
-    (before,) = vars(module)["forward"].of_a_pass
-    return unless_of_class(module, before)
 
 
 def _clear_hooks(module: nn.Module) -> None:
@@ -265,7 +297,7 @@ def _clear_hooks(module: nn.Module) -> None:
         (module._forward_hooks, module._forward_hooks_with_kwargs),
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
     ):
-        for number in [number for number, hook in hooks.items() if _is_of_a_pass(hook)]:
+        for number in [number for number, hook in hooks.items() if isinstance(hook, PassHook)]:
             del hooks[number]
         for number in set(marks) - set(hooks):  # which of them take keyword arguments
             del marks[number]

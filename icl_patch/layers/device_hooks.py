@@ -82,14 +82,20 @@ def run_aligned(
 def _take_away(module: nn.Module) -> None:
     """Give the module the forward that accelerate replaced."""
     names = vars(module)
-    forward, old = names.get("forward"), names.get("_old_forward")
+    forward = names.get("forward")
     if not is_accelerates(forward):
         return  # somebody has replaced it
     names[_BEFORE] = forward
-    if getattr(old, "__func__", None) is type(module).forward:
+    if (beneath := forward_beneath(module)) is None:
         del names["forward"]
     else:
-        names["forward"] = old
+        names["forward"] = beneath
+
+
+def forward_beneath(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that accelerate has replaced; None for that of the module's class."""
+    forward = vars(module).get("_old_forward")
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def is_accelerates(forward: object) -> bool:

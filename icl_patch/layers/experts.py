@@ -104,8 +104,7 @@ class PatchedExperts(PatchedModule):
 
     def unpatched(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The base module's output: z (M, d) -> (M, d)."""
-        out: Tensor = self.base_layer(z, index, weights)
-        return out
+        return self.base_layer(z, index, weights)
 
     def _product(self, name: str, x: Tensor, index: Tensor, fused: bool) -> Tensor:
         """``W_e x + b_e`` for every slot: x (M, K), or (M, k, K) where the slots differ -> (M, k,

@@ -4,7 +4,7 @@ token.
 
 import copy
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -123,15 +123,13 @@ class PatchedLinear(PatchedModule):
         """The base module's matrix (N, K) and bias, if the module computes ``F.linear(z, matrix,
         bias)`` and nothing else.
         """
-        base = self.base_layer
-        if not self.runs_plainly(z):
+        base: Any = self.base_layer
+        if type(base) not in LINEAR or not self.runs_plainly(z):
             return None
-        weight = base.weight if type(base) in LINEAR else None
+        weight = base.weight
         if type(weight) is not nn.Parameter or weight.dtype != z.dtype:
             return None
-        bias = base.bias
-        assert bias is None or isinstance(bias, Tensor)
-        return (weight.T if type(base) is Conv1D else weight), bias
+        return (weight.T if type(base) is Conv1D else weight), base.bias
 
     def unpatched_output(self, z: Tensor, rows: int | None = None) -> tuple[Tensor, torch.dtype]:
         """The output without the patch, (..., K) -> (..., N), and the dtype of the base module's
@@ -164,8 +162,7 @@ class PatchedLinear(PatchedModule):
         if self.group is None:
             return changed(self.base_layer(z))
         # each rank adds its part of the change, and the model's own sum over the ranks adds them up
-        changed_product: Tensor = with_linear_changed(self.base_layer, changed, z)
-        return changed_product
+        return with_linear_changed(self.base_layer, changed, z)
 
     def _add_change(self, z: Tensor, plain: Tensor) -> Tensor:
         """The plain output (..., N) of z with the low-rank change of the weight."""
@@ -201,7 +198,8 @@ def matrix_of(module: nn.Module) -> Tensor:
     Raises:
         TypeError: the module is something else.
     """
-    weight, kind = getattr(module, "weight", None), type(module)
+    weight: Any = getattr(module, "weight", None)
+    kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
     plain = isinstance(module, LINEAR) and type(weight) is nn.Parameter and weight.dtype in FLOATS
     if not plain:
@@ -209,7 +207,6 @@ def matrix_of(module: nn.Module) -> Tensor:
             f"expected torch.nn.Linear or Conv1D with a plain weight, got {name}: merge adapters,"
             " and load weights without quantisation, first"
         )
-    assert isinstance(weight, Tensor)
     transposed = isinstance(module, Conv1D)
     if kind not in LINEAR and not weight.is_meta and not _multiplies(module, weight, transposed):
         raise TypeError(

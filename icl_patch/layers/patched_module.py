@@ -83,11 +83,6 @@ class PatchedModule(nn.Module):
     _replay: Callable[..., Tensor]  # the base module's output with the patch
 
     _PATCH: ClassVar[tuple[str, ...]] = ()  # the attributes that hold it, None without one
-    _OFF: ClassVar[dict[str, None]]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls._OFF = dict.fromkeys(("override", *cls._PATCH))
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -176,7 +171,7 @@ class PatchedModule(nn.Module):
 
     def off(self) -> None:
         """Be the base module again, bit for bit, and drop the patch."""
-        vars(self).update(self._OFF)
+        vars(self).update(dict.fromkeys(("override", *self._PATCH)))
 
     def clear_patch(self) -> None:
         """Drop the patch and be the base module again."""

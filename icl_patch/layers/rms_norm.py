@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.layers.attachment import below_passes, unless_of_class
-from icl_patch.layers.device_hooks import hooks_of, is_accelerates, weight_of
+from icl_patch.layers.attachment import forward_of_others
+from icl_patch.layers.device_hooks import forward_beneath, hooks_of, is_accelerates, weight_of
 from icl_patch.layers.patched_module import (
     PatchedModule,
     matches_rows,
@@ -107,9 +107,8 @@ class PatchedRMSNorm(PatchedModule):
 
     def in_one_launch(self, x: Tensor) -> Tensor:
         """The base module's output by our op: equal to the module's up to rounding."""
-        weight = self.base_layer.weight
-        assert isinstance(weight, Tensor)
-        return self._by_op(x, weight, self.scale_offset)
+        base: Any = self.base_layer
+        return self._by_op(x, base.weight, self.scale_offset)
 
     def _by_op(self, x: Tensor, scale: Tensor, offset: float) -> Tensor:
         rows = rows_of(x)
@@ -144,10 +143,9 @@ def rms_norms(model: PreTrainedModel) -> Iterator[PatchedRMSNorm]:
     """
     dtype = model.dtype
     for module in model.modules():
-        for part in with_base(module):
-            form = _form_of(part, dtype)
-            if form is not None:
-                yield PatchedRMSNorm(part, scale_offset=form[0], cast_first=form[1])
+        *_, base = with_base(module)
+        if (form := _form_of(base, dtype)) is not None:
+            yield PatchedRMSNorm(base, scale_offset=form[0], cast_first=form[1])
 
 
 # Attributes of every module, and those that overrides, accelerate and transformers add.
@@ -162,8 +160,7 @@ _forms: dict[Any, tuple[float, bool] | None] = {}  # by everything that a module
 def _form_of(module: nn.Module, dtype: torch.dtype) -> tuple[float, bool] | None:
     weight = module._parameters.get("weight")
     if (
-        isinstance(module, PatchedModule)
-        or type(weight) is not nn.Parameter
+        type(weight) is not nn.Parameter
         or isinstance(weight.data, DTensor)
         or weight.dim() != 1
         or weight.dtype != dtype
@@ -186,9 +183,9 @@ def _form_of(module: nn.Module, dtype: torch.dtype) -> tuple[float, bool] | None
 
 def _runs_its_class(module: nn.Module) -> bool:
     """Whether nobody but passes and accelerate has replaced the module's forward."""
-    forward = below_passes(module)
+    forward = forward_of_others(module)
     if hooks_of(module) and is_accelerates(forward):
-        forward = unless_of_class(module, vars(module).get("_old_forward"))
+        forward = forward_beneath(module)
     return forward is None
 
 

@@ -1,6 +1,6 @@
 """Reading the form of every block of a model from its module tree and from one small forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -26,8 +26,9 @@ from icl_patch.models.model_checks import (
     check_language_model,
     check_not_shared,
 )
+from icl_patch.models.module_search import inside
 from icl_patch.models.residual_sums import is_sum, times
-from icl_patch.models.trace import BlockTrace, Call, Value, inside, outermost, trace, tracing
+from icl_patch.models.trace import BlockTrace, Call, Value, outermost_calls, trace, traced
 from icl_patch.models.trial_tokens import trial_tokens
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
@@ -55,8 +56,7 @@ def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = Non
     if forward is None:
         traces = trace(model, layers, trial_tokens(model, 3, seed=1))
     else:
-        with tracing(layers) as traces:
-            forward()
+        traces = traced(layers, forward)
     for path, found in traces.items():
         if reason := above_range(model, path, found.block.made.now):
             raise UnsupportedModelError(reason)
@@ -80,8 +80,6 @@ def is_matrix(module: nn.Module) -> bool:
     """Whether a module is one linear map: it has a matrix of its own, or attributes ``in_features``
     and ``out_features``.
     """
-    if isinstance(module, nn.Embedding):
-        return False
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and weight.dim() == 2:
         return True
@@ -116,27 +114,38 @@ def _makers(calls: list[Call], value: Value) -> list[Call]:
     return [call for call in same if call.made.address == value.address] or same
 
 
+def _is_transposed(call: Call) -> bool:
+    """Whether a module stores its weight, or those of its experts, as (in, out)."""
+    if (layout := experts_class(call.module)) is not None:
+        return layout.is_transposed(call.module)
+    return type(call.module).__name__ == "Conv1D" and hasattr(call.module, "nf")
+
+
+def _paths(calls: Iterable[Call]) -> tuple[str, ...]:
+    return tuple(call.path for call in calls)
+
+
 class _Reading:
     """One block's form, read from its trace."""
 
     def __init__(self, trace: BlockTrace) -> None:
-        self.path, self.block, self.mixers = trace.path, trace.block, trace.mixers
-        self.module = trace.module
-        self.calls = [call for call in trace.calls[:-1] if not _is_inside(call, self.mixers)]
+        self.trace, self.block, self.mixers = trace, trace.block, trace.mixers
+        self.calls = [call for call in trace.calls if not _is_inside(call, self.mixers)]
         self.norms = [call for call in self.calls if _is_norm(call.module)]
         self.experts = [call for call in self.calls if experts_class(call.module) is not None]
         # of PatchedParallelExperts the router is inside
         closed = [call for call in self.experts if not PatchedParallelExperts.fits(call.module)]
-        matrices = outermost(  # an adapter and the matrix in it are one linear map
+        matrices = outermost_calls(  # an adapter and the matrix in it are one linear map
             call
             for call in self.calls
             if is_matrix(call.module) and call not in self.norms and not _is_inside(call, closed)
         )
         self.matrices = [call for call in matrices if call.path.split(".")[0] in _MLPS] or matrices
-        self.trace = trace
 
     def _refuse(self, reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.path} ({type(self.module).__name__}): {reason}")
+        return UnsupportedModelError(
+            f"{self.trace.path} ({type(self.block.module).__name__}): {reason}"
+        )
 
     def spec(self) -> BlockSpec:
         """The block's form; raises UnsupportedModelError if no known form fits."""
@@ -162,7 +171,7 @@ class _Reading:
 
     def _check_plain_experts(self) -> None:
         """Raises UnsupportedModelError for experts with quantised matrices."""
-        for call in self.trace.calls[:-1]:
+        for call in self.trace.calls:
             module = call.module
             if not (call in self.experts or "experts" in type(module).__name__.lower()):
                 continue
@@ -175,6 +184,11 @@ class _Reading:
                         " the model without quantisation, as with Mxfp4Config(dequantize=True), or"
                         " keep its experts out of it (modules_to_not_convert)"
                     )
+
+    def _after(self, call: Call) -> list[Call]:
+        """The calls that return after one, those inside the context layers included."""
+        calls = self.trace.calls
+        return calls[calls.index(call) + 1 :]
 
     # -- blocks with an MLP
 
@@ -194,8 +208,7 @@ class _Reading:
     def _form(self, pre: list[Call], *, parallel: bool) -> BlockSpec:
         """The form of a block with an MLP. The norms ``pre`` give z."""
         z = self.z
-        place = self.trace.calls.index(self.first)
-        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > place]
+        behind = [call.path for call in self._after(self.first) if call in self.mixers]
         if behind and not parallel:
             raise self._refuse(
                 f"{behind[-1]} reads the context after the MLP: a change of the MLP's weights"
@@ -207,23 +220,22 @@ class _Reading:
             for call in self.matrices + own
             if call not in self.experts and (call in own or call.given.same_as(z))
         ]
+        downs = [call for call in self.matrices if call not in readers]
+        ending = self._ending(readers, downs)
+        found: dict[str, Any] = {"separately_normed": _paths(own)}
+        if not parallel:
+            found["readers"] = _paths(readers)
+            found["routers"] = _paths(call for call in readers if call.several)
         for experts in self.experts:
             scaled = PatchedScaledExperts.fits(experts.module)
             known = scaled or experts in own or experts.given.same_as(z)
             if len(self.experts) > 1 or not known:
                 raise self._refuse(f"{experts.path} does not read what the router reads")
-        downs = [call for call in self.matrices if call not in readers]
-        ending = self._ending(readers, downs)
-        found: dict[str, Any] = {"separately_normed": tuple(call.path for call in own)}
-        if not parallel:
-            found["readers"] = tuple(call.path for call in readers)
-            found["routers"] = tuple(call.path for call in readers if call.several)
-        for experts in self.experts:
             found["expert_bias"] = bool(getattr(experts.module, "has_bias", False))
-            found["experts_scale_input"] = PatchedScaledExperts.fits(experts.module)
+            found["experts_scale_input"] = scaled
             if not parallel or "down" not in ending:
                 found["experts"] = experts.path
-        found["transposed"] = tuple(self._transposed([*readers, *downs]))
+        found["transposed"] = _paths(filter(_is_transposed, [*readers, *downs, *self.experts]))
         return self._spec(ending, self._residuals(parallel), **found)
 
     def _spec(
@@ -238,20 +250,17 @@ class _Reading:
         else:
             biased = isinstance(getattr(down.module, "bias", None), Tensor)
             writer = Writer.BIAS if biased else Writer.WEIGHT
-        written = self.calls.index(post_norm or down or self.experts[0])
+        last, made = post_norm or down or self.experts[0], self.block.made
         closing = [
-            call
-            for call in self.calls[written + 1 :]
-            if call in self.norms and call.made.same_as(self.block.made)
+            call for call in self._after(last) if call in self.norms and call.made.same_as(made)
         ]
         found |= {name: call.path for name, call in ending.items()}
-        made = self.block.made
         if closing:  # a post-LN block
             found["final_norm"], made = closing[-1].path, closing[-1].given
         return BlockSpec(
             writer=writer,
             dtype=str(made.now.dtype).removeprefix("torch."),
-            **self._explain(residuals, post_norm or down or self.experts[0], made),
+            **self._explain(residuals, last, made),
             **self._norm_form([ending[x] for x in ("post_norm", "inner_norm") if x in ending]),
             **found,
         )
@@ -263,11 +272,11 @@ class _Reading:
         last = max(downs + self.experts, key=self.calls.index, default=None)
         if last is None:
             raise self._refuse(
-                f"nothing that is known reads what {', '.join(call.path for call in readers)} give:"
+                f"nothing that is known reads what {', '.join(_paths(readers))} give:"
                 " its MLP is not made of linear maps, or of experts in the layout of transformers"
                 " (gate_up_proj and down_proj of three dimensions), JetMoE's or DBRX's"
             )
-        after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
+        after = [call for call in self._after(last) if call in self.norms]
         down = {} if last in self.experts else {"down": last}
         for place, norm in enumerate(after, 1):
             if norm.given.same_as(last.made):
@@ -305,10 +314,9 @@ class _Reading:
         if not others or not any(others[0].given.same_as(norm.made) for norm in through):
             return []
         start, end = self.calls.index(self.first), self.calls.index(others[0])
+        known = (*self.matrices, *self.norms)
         before = [
-            call
-            for call in self.calls[start:end]
-            if is_matrix(call.module) and call not in self.matrices and not _is_norm(call.module)
+            call for call in self.calls[start:end] if is_matrix(call.module) and call not in known
         ]
         return [*before, others[0]]
 
@@ -337,15 +345,17 @@ class _Reading:
         holders = [call for call in self.calls if inside(writer.path, call.path)]
         factors = [
             value
-            for module in (self.module, *(call.module for call in holders))
+            for module in (self.block.module, *(call.module for call in holders))
             for name, value in vars(module).items()
             if name.endswith(_FACTORS) and isinstance(value, float)
         ]
         factors = list(dict.fromkeys([*factors, 1.0]))
         for residual, mlp, branch, factor in product(residuals, holders, factors, factors[::-1]):
-            found = {"residual": residual, "residual_multiplier": branch}
-            if factor != 1:
-                found["residual_factor"] = factor
+            found = {
+                "residual": residual,
+                "residual_multiplier": branch,
+                "residual_factor": factor,
+            }
             stream = [times(self._tap(name), factor) for name in residual]
             terms = [*stream, times(mlp.made.now, branch)]
             for form, total, parts, scale in self._sums(terms, mlp, branch, holders, made):
@@ -367,12 +377,12 @@ class _Reading:
         yield {}, output, terms, 1.0
         for call in others if mlp is holders[-1] else []:  # the MLP may add it to its writer
             yield {}, output, [*terms, times(call.made.now, branch)], 1.0
-        written = self.calls.index(holders[0])
-        for call in others:
-            if self.calls.index(call) > written:
+        for call in self._after(holders[0]):
+            if call in others:
                 yield {"continues_after_sum": True}, call.given.now, terms, 1.0
-        for name, _ in _own_tensors(self.module):
-            weight = weight_of(self.module, name)
+        block = self.block.module
+        for name, _ in _own_tensors(block):
+            weight = weight_of(block, name)
             if weight.numel() == 1:
                 yield {"continues_after_sum": True}, output, terms, weight
             elif len(terms) == 2 and weight.shape == terms[0].shape[-1:]:
@@ -383,15 +393,6 @@ class _Reading:
         calls = self.calls + self.mixers
         call = next((call for call in calls if call.path == path), self.block)
         return (call.given if side == "input" else call.made).now
-
-    def _transposed(self, matrices: list[Call]) -> Iterator[str]:
-        for call in matrices:
-            if type(call.module).__name__ == "Conv1D" and hasattr(call.module, "nf"):
-                yield call.path
-        for call in self.experts:
-            layout = experts_class(call.module)
-            if layout is not None and layout.is_transposed(call.module):
-                yield call.path
 
     def _norm_form(self, norms: list[Call]) -> dict[str, Any]:
         """How norms apply their weights: each way is tried, and compared bit for bit."""
@@ -429,5 +430,5 @@ class _Reading:
         down = next((call for call in own[::-1] if call.made.same_as(mixer.made)), None)
         if down is None:
             raise self._refuse(f"{mixer.path} does not end in a matrix")
-        self.calls = self.trace.calls[:-1]
+        self.calls = self.trace.calls
         return self._spec({"down": down}, [("input of ",)], mixer=True)

@@ -84,7 +84,7 @@ class BlockSpec:
     def patched(self) -> tuple[str, ...]:
         """The modules of the block that a patch changes."""
         others = (self.experts, self.down, self.inner_norm, self.post_norm)
-        return (*self.readers, *(part for part in others if part is not None))
+        return (*self.readers, *filter(None, others))
 
     @property
     def reads(self) -> bool:

@@ -28,7 +28,7 @@ def answer_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat
     eos = tokenizer.eos_token_id
     if own is None and (eos in configured or not configured):
         own = eos
-    return tuple(dict.fromkeys((*(() if own is None else (own,)), *configured)))
+    return tuple(dict.fromkeys(end for end in (own, *configured) if end is not None))
 
 
 def chat_ends(

@@ -33,6 +33,7 @@ _OURS = {
     "logits_to_keep",
     "labels",
     "return_dict",
+    "self",
     *OUTPUTS,
 }
 
@@ -54,7 +55,7 @@ def _all_inputs(model: PreTrainedModel) -> frozenset[str]:
 
 def further_inputs(model: PreTrainedModel) -> frozenset[str]:
     """The inputs that we do not give ourselves."""
-    return _all_inputs(model) - _OURS - {"self"}
+    return _all_inputs(model) - _OURS
 
 
 def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -122,9 +123,13 @@ def counts_slots(model: PreTrainedModel) -> bool:
     Such a model takes no positions, and does not build alibi from its mask. A replay then leaves
     the context's slots empty, and every row must begin in the first slot.
     """
-    alibi = hasattr(sys.modules[type(model).__module__], "build_alibi_tensor")
     positions = "position_ids" in _inputs_of(type(model).forward)
-    return not (positions or alibi or is_recurrent(model))
+    return not (positions or _builds_alibi(model) or is_recurrent(model))
+
+
+def _builds_alibi(model: PreTrainedModel) -> bool:
+    """Whether the model's attention has alibi, built from its mask."""
+    return hasattr(sys.modules[type(model).__module__], "build_alibi_tensor")
 
 
 def names_of(given: Mapping[str, Any]) -> list[str]:
@@ -272,16 +277,16 @@ def inputs(
     last_logits: int = 0,
 ) -> dict[str, Any]:
     """The inputs of a model's forward for :func:`call`, by the names of its class."""
-    names = _inputs_of(type(model).forward)
     if holds_states_alone(cache):  # it masks the tokens it is given, not those before
         mask = mask[:, -ids.shape[1] :]
-    elif cache.is_compileable and hasattr(
-        sys.modules[type(model).__module__], "build_alibi_tensor"
-    ):
+    elif cache.is_compileable and _builds_alibi(model):
         width = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
         # alibi has a number for every place in a static cache
         mask = F.pad(mask, (0, width - mask.shape[1]))
     given: dict[str, Any] = {"input_ids": ids, "use_cache": True, "attention_mask": mask.long()}
     given[cache_name(model)] = cache
-    given |= {} if positions is None else position_input(model, positions)
-    return given | ({"logits_to_keep": last_logits} if "logits_to_keep" in names else {})
+    if positions is not None:
+        given |= position_input(model, positions)
+    if "logits_to_keep" in _inputs_of(type(model).forward):
+        given["logits_to_keep"] = last_logits
+    return given

@@ -4,7 +4,8 @@ cheaper than a hook.
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -13,10 +14,9 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.layers.attachment import forward_of_a_pass, set_forward, unless_of_class
+from icl_patch.layers.attachment import Forward, PassForward, take_ended
 from icl_patch.layers.device_hooks import hooks_of, run_aligned
 from icl_patch.layers.patched_module import (
-    PatchedModule,
     like_rows_of,
     rows_of,
     untouched,
@@ -24,15 +24,13 @@ from icl_patch.layers.patched_module import (
 )
 from icl_patch.models.block_spec import Block
 
-Forward = Callable[..., Any]
-
 
 def overridable(module: nn.Module) -> bool:
     """Whether the module's forward is its class's own, and not one that somebody else put there."""
     return "forward" not in vars(module)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FusedModule:
     """A module's forward in fewer launches, ``run``, for a call with one input, of the width and
     dtype of the module's own weight; other calls run the forward of its class. Both run inside
@@ -41,10 +39,9 @@ class FusedModule:
 
     module: Any
     run: Callable[[Tensor], Tensor]
-    _aligned: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_aligned", bool(hooks_of(self.module)))
+        self._aligned = bool(hooks_of(self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output."""
@@ -71,21 +68,13 @@ class ForwardOverrides:
 
     def __init__(self, forwards: Iterable[tuple[nn.Module, Forward]]) -> None:
         self._thread = [0]
-        self._places: list[tuple[nn.Module, Forward, list[Forward]]] = []
-        for module, forward in forwards:
-            others: list[Forward] = [module.forward]
-            self._places.append((module, _choosing(module, self._thread, forward, others), others))
-        self._before: list[Any] = []
+        self._forwards = [PassForward(module, run, self._thread) for module, run in forwards]
 
     def __enter__(self) -> None:
-        self._restore()  # an interrupt of the last exit may have left some
         self._thread[0] = threading.get_ident()
         try:
-            for module, chosen, others in self._places:
-                names = vars(module)
-                others[0] = module.forward
-                self._before.append(names.get("forward"))
-                set_forward(module, chosen)
+            for forward in self._forwards:
+                forward.put()
         except BaseException:  # an interrupt
             self._restore()
             raise
@@ -98,40 +87,10 @@ class ForwardOverrides:
             raise
 
     def _restore(self) -> None:
-        """Put back the forwards that are not back yet: it may be called again at any place."""
-        while self._before:
-            module, chosen, others = self._places[len(self._before) - 1]
-            names, before = vars(module), self._before[-1]
-            if before is not None and before is not others[0]:  # another context has ended since
-                before = unless_of_class(module, others[0])
-            if (found := names.get("forward")) is not chosen:  # another has begun, or taken it out
-                _take_out(chosen, others, found)
-                before = found
-            set_forward(module, before)
-            self._before.pop()
-        self._thread[0] = 0  # a kept function runs the forward that was there before
-
-
-def _take_out(chosen: Forward, others: list[Forward], stacked: Any) -> None:
-    """Take a replaced forward out from below the one that has been put upon it."""
-    while hasattr(stacked, "of_a_pass"):
-        below: list[Forward] = stacked.of_a_pass
-        if below[0] is chosen:
-            below[0] = others[0]
-        stacked = below[0]
-
-
-def _choosing(
-    module: nn.Module, thread: list[int], forward: Forward, others: list[Forward]
-) -> Forward:
-    """``forward`` in that thread, ``others`` in any other one."""
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (forward if threading.get_ident() == thread[0] else others[0])(*args, **kwargs)
-
-    chosen.__wrapped__ = others[0]  # type: ignore[attr-defined]  # inspect.signature looks there
-    forward_of_a_pass(chosen, module, others)
-    return chosen
+        """Let the modules run the forwards from before: it may be called again at any place."""
+        self._thread[0] = 0
+        for forward in self._forwards:
+            take_ended(forward.module)
 
 
 def execution_state(model: PreTrainedModel) -> list[Any]:
@@ -187,9 +146,5 @@ def linear_forward(module: nn.Linear) -> Forward:
 
 def plain_linears(model: nn.Module, blocks: Iterable[Block]) -> list[nn.Linear]:
     """The linear maps in these blocks that are not patched ones."""
-    found: list[nn.Linear] = []
-    for block in blocks:
-        for module in model.get_submodule(block.path).modules():
-            if not isinstance(module, PatchedModule) and is_plain_linear(module):
-                found.append(module)
-    return found
+    modules = (model.get_submodule(block.path).modules() for block in blocks)
+    return [module for module in chain.from_iterable(modules) if is_plain_linear(module)]

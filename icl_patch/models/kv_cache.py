@@ -33,15 +33,14 @@ def is_empty(cache: Cache) -> bool:
     """Whether a cache has seen no token yet."""
     if holds_states_alone(cache):
         return not cache.has_previous_state()
-    return int(cache.get_seq_length()) == 0
+    return cache.get_seq_length() == 0
 
 
 def append_empty(cache: Cache, start: int, count: int) -> None:
     """Put ``count`` slots of zeros behind the first ``start`` slots of a dynamic cache, in place;
     later slots are dropped.
     """
-    layers: list[Any] = cache.layers
-    for layer in layers:
+    for layer in cache.layers:
         for name in ("keys", "values") if not isinstance(layer, ElsewhereLayer) else ():
             held = getattr(layer, name)[..., :start, :]
             empty = held.new_zeros(*held.shape[:-2], count, held.shape[-1])

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.module_search import outermost
 from icl_patch.models.pipeline import is_elsewhere
-from icl_patch.models.positions import first_position, steady_length
+from icl_patch.models.positions import NO_LIMIT, first_position, padding_id, steady_length
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -27,28 +28,28 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     if not any(isinstance(module, nn.ModuleList) for module in decoder.modules()):
         decoder = model  # it calls its head so
     inner = {id(module) for module in decoder.modules()} - _other_modalities(model)
-    lists = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and id(module) in inner
-    ]
-    top = [
-        (path, module)
-        for path, module in lists
-        if not any(path.startswith(f"{other}.") for other, _ in lists)
-    ]
-    if len(top) != 1:
-        raise UnsupportedModelError(_no_single_list(model, count))
-    path, module = top[0]
+    lists = {
+        path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
+    found = outermost(
+        path for path, module in lists.items() if len(module) == count and id(module) in inner
+    )
+    if len(found) != 1:
+        raise UnsupportedModelError(_no_single_list(model, count, lists))
+    (path,) = found
     return {
-        f"{path}.{index}": layer for index, layer in enumerate(module) if not is_elsewhere(layer)
+        f"{path}.{index}": layer
+        for index, layer in enumerate(lists[path])
+        if not is_elsewhere(layer)
     }
 
 
-def _no_single_list(model: PreTrainedModel, count: int | None) -> str:
-    """The refusal of a model without one list of ``count`` blocks."""
-    lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and m}
-    stacks = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+def _no_single_list(
+    model: PreTrainedModel, count: int | None, lists: dict[str, nn.ModuleList]
+) -> str:
+    """The refusal of a model without one list of ``count`` blocks among its lists."""
+    outer = outermost(path for path, module in lists.items() if module)
+    stacks = [path for path in lists if path in outer]
     found = ", ".join(f"{path} ({len(lists[path])})" for path in stacks) or "none"
     why = "its blocks hold several attentions and MLPs each"
     if len(stacks) != 1:
@@ -80,13 +81,13 @@ def family_of(model: PreTrainedModel) -> str:
 
 def vocabulary(model: PreTrainedModel) -> int:
     """The number of token ids."""
-    return int(text_config(model).vocab_size)
+    return text_config(model).vocab_size
 
 
 def position_limit(model: PreTrainedModel) -> int:
     """How many positions the model has; more than there can be tokens if it sets no limit."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
-    positions = limit - first_position(model) if isinstance(limit, int) and limit > 0 else 2**62
+    positions = limit - first_position(model) if isinstance(limit, int) and limit > 0 else NO_LIMIT
     return min(positions, steady_length(model))
 
 
@@ -107,7 +108,7 @@ def check_vocabulary(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
 
     RoBERTa and its relatives number only the tokens with another id than the padding id.
     """
-    size, padding = vocabulary(model), first_position(model) - 1
+    size, padding = vocabulary(model), padding_id(model)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
         low, high = int(ids.min()), int(ids.max())
         raise ValueError(f"expected ids from 0 to {size - 1}, got {low} to {high}")

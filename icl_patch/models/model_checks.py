@@ -273,7 +273,7 @@ def _blocks_above_range(model: PreTrainedModel, run: Callable[[], object]) -> li
 
     with ExitStack() as hooks:
         for path, layer in layers_of(model).items():
-            hooks.callback(layer.register_forward_hook(partial(look, path)).remove)
+            hooks.enter_context(layer.register_forward_hook(partial(look, path)))
         run()
     return [reason for part in ranks_of(model).exchange(found) for reason in part]
 

@@ -1,6 +1,6 @@
-"""Finding a model's modules by their attributes."""
+"""Finding a model's modules by their attributes and by their paths."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -21,3 +21,14 @@ def modules_holding(model: nn.Module, names: Collection[str]) -> list[nn.Module]
                 seen.add(child)
                 waiting.append(child)
     return found
+
+
+def inside(path: str, outer: str) -> bool:
+    """Whether ``path`` is ``outer`` or a module below it."""
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def outermost(paths: Iterable[str]) -> set[str]:
+    """The paths that are below none of the others."""
+    paths = set(paths)
+    return {path for path in paths if not any(inside(path, other) for other in paths - {path})}

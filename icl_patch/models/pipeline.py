@@ -20,7 +20,7 @@ def is_elsewhere(module: nn.Module) -> bool:
 def is_on_another_rank(model: nn.Module, path: str) -> bool:
     """Whether the module at a path is on another rank of a pipeline."""
     try:
-        return stage_of(model) is not None and is_elsewhere(model.get_submodule(path))
+        return is_elsewhere(model.get_submodule(path))
     except AttributeError:
         return False
 
@@ -28,7 +28,7 @@ def is_on_another_rank(model: nn.Module, path: str) -> bool:
 def is_last(model: nn.Module) -> bool:
     """Whether this rank has the model's last block and its head."""
     stage = stage_of(model)
-    return stage is None or bool(stage.pp_is_last_stage)
+    return stage is None or stage.pp_is_last_stage
 
 
 class ElsewhereLayer(CacheLayerMixin):
@@ -51,16 +51,15 @@ class ElsewhereLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The sizes of the layer on this rank."""
-        sizes: tuple[int, int] = self._here.get_mask_sizes(query_length)
-        return sizes
+        return self._here.get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
         """The length of the layer on this rank."""
-        return int(self._here.get_seq_length())
+        return self._here.get_seq_length()
 
     def get_max_length(self) -> int:
         """The length of the layer on this rank."""
-        return int(self._here.get_max_length())
+        return self._here.get_max_length()
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
         """There is nothing to change, and nobody calls ``update``."""
@@ -74,7 +73,7 @@ def mark_elsewhere(model: PreTrainedModel, cache: Cache) -> None:
     stage = stage_of(model)
     if stage is None:
         return
-    layers: list[Any] = cache.layers
+    layers = cache.layers
     here = range(*stage.layer_range_for_rank(stage.pp_rank, len(layers)))
     kinds = {getattr(layers[i], "is_sliding", False): i for i in reversed(here)}
     for i, layer in enumerate(layers):

@@ -7,9 +7,8 @@ here takes the factors of one call over the whole sequence.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache as memoize
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from icl_patch.models.forward_override import ForwardOverrides
+from icl_patch.models.forward_override import Forward, ForwardOverrides
 from icl_patch.models.module_search import modules_holding
 
 _FROM_PADDING = "create_position_ids_from_input_ids"
@@ -30,34 +29,30 @@ def _counts_from_padding(source: str) -> bool:
     return any(hasattr(named, _FROM_PADDING) for named in vars(sys.modules[source]).values())
 
 
+def padding_id(model: PreTrainedModel) -> int:
+    """The padding id in RoBERTa and its relatives, which has no position; -1 in other models."""
+    if _counts_from_padding(type(model).__module__):
+        for module in model.modules():
+            if hasattr(type(module), _FROM_PADDING):
+                return int(getattr(module, "padding_idx"))  # noqa: B009 (nn.Module hides its type)
+    return -1
+
+
 def first_position(model: PreTrainedModel) -> int:
     """The position of the first token: 0, or the padding id + 1 in RoBERTa and its relatives."""
-    if not _counts_from_padding(type(model).__module__):
-        return 0
-    for module in model.modules():
-        if hasattr(type(module), _FROM_PADDING):
-            return int(getattr(module, "padding_idx")) + 1  # noqa: B009 (nn.Module hides its type)
-    return 0
+    return padding_id(model) + 1
 
 
-def _rope_types(module: nn.Module) -> dict[str | None, str]:
-    """The ``rope_type`` of a rotary embedding by type of layer; by None if all layers share it.
-
-    Empty for other modules.
-    """
-    found = vars(module).get("rope_type")
-    if found is None:
-        return {}
+def _rope_types(rotary: Any) -> dict[str | None, str]:
+    """The ``rope_type`` of a rotary embedding by type of layer; by None if all layers share it."""
+    found = rotary.rope_type
     return found if isinstance(found, dict) else {None: found}
 
 
 def _rotaries(model: nn.Module, kind: str) -> list[Any]:
     """The rotary embeddings that have this ``rope_type`` for some type of layer at least."""
-    return [
-        module
-        for module in modules_holding(model, ("rope_type",))
-        if any(kind in rope_type for rope_type in _rope_types(module).values())
-    ]
+    rotaries = modules_holding(model, ("rope_type",))
+    return [rotary for rotary in rotaries if kind in _rope_types(rotary).values()]
 
 
 def switch_lengths(model: nn.Module) -> frozenset[int]:
@@ -99,9 +94,8 @@ def steady_length(model: nn.Module) -> int:
     return min(lengths, default=NO_LIMIT)
 
 
-@contextmanager
-def rotated_as_one_call(model: nn.Module, tokens: Tensor | int) -> Iterator[None]:
-    """Within this context LongRoPE takes the factors of one call over ``tokens`` tokens.
+def rotated_as_one_call(model: nn.Module, tokens: Tensor | int) -> ForwardOverrides:
+    """A context within which LongRoPE takes the factors of one call over ``tokens`` tokens.
 
     Args:
         model: any model; without LongRoPE nothing changes.
@@ -109,47 +103,43 @@ def rotated_as_one_call(model: nn.Module, tokens: Tensor | int) -> Iterator[None
             context may be given a part of them.
     """
     rotaries = _rotaries(model, "longrope")
-    with ForwardOverrides(
-        [(rotary, _with_last(rotary.forward, tokens - 1)) for rotary in rotaries]
-    ):
-        yield
+    return ForwardOverrides((x, partial(_with_last, x.forward, tokens)) for x in rotaries)
 
 
-@contextmanager
-def rotated_by_row(model: nn.Module, lengths: Tensor) -> Iterator[None]:
-    """Within this context LongRoPE takes the factors of each row alone.
+def rotated_by_row(model: nn.Module, lengths: Tensor) -> ForwardOverrides:
+    """A context within which LongRoPE takes the factors of each row alone.
 
     Args:
         model: any model; without LongRoPE nothing changes.
         lengths: (B,) int64, the number of tokens of each row up to the end of a call.
     """
     rotaries = _rotaries(model, "longrope")
-    with ForwardOverrides([(rotary, _row_by_row(rotary.forward, lengths)) for rotary in rotaries]):
-        yield
+    return ForwardOverrides((x, partial(_row_by_row, x.forward, lengths)) for x in rotaries)
 
 
-def _row_by_row(forward: Callable[..., Any], lengths: Tensor) -> Callable[..., Any]:
+def _row_by_row(
+    forward: Forward, lengths: Tensor, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """``forward`` of a rotary embedding, called for each row; padding gets no later position than
     the row's tokens.
     """
-
-    def rotated(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        positions = position_ids.minimum(lengths.unsqueeze(1) - 1)
-        rows = [forward(x, row.unsqueeze(0), *args, **kwargs) for row in positions]
-        return tree_map(lambda *parts: torch.cat(parts), *rows)
-
-    return rotated
+    positions = position_ids.minimum(lengths.unsqueeze(1) - 1)
+    rows = [forward(x, row.unsqueeze(0), *args, **kwargs) for row in positions]
+    return tree_map(lambda *parts: torch.cat(parts), *rows)
 
 
-def _with_last(forward: Callable[..., Any], last: Tensor | int) -> Callable[..., Any]:
-    """``forward`` of a rotary embedding that also sees the position ``last`` and drops its
-    output.
+def _with_last(
+    forward: Forward,
+    tokens: Tensor | int,
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``forward`` of a rotary embedding that also sees the last position of a call over ``tokens``
+    tokens, and drops its output.
     """
-
-    def rotated(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        column = torch.as_tensor(last, dtype=position_ids.dtype, device=position_ids.device)
-        column = column.expand(*position_ids.shape[:-1], 1)
-        rotations = forward(x, torch.cat([position_ids, column], -1), *args, **kwargs)
-        return tree_map(lambda rotation: rotation[..., :-1, :], rotations)
-
-    return rotated
+    last = torch.as_tensor(tokens, dtype=position_ids.dtype, device=position_ids.device) - 1
+    column = last.expand(*position_ids.shape[:-1], 1)
+    rotations = forward(x, torch.cat([position_ids, column], -1), *args, **kwargs)
+    return tree_map(lambda rotation: rotation[..., :-1, :], rotations)

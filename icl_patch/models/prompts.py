@@ -152,12 +152,13 @@ def chat_text(
 def _messages(question: Question) -> list[dict[str, str]]:
     if isinstance(question, str):
         return [{"role": "user", "content": question}]
-    if (
-        not all(isinstance(message, Mapping) for message in question)
-        or any(set(message) != {"role", "content"} for message in question)
-        or not all(isinstance(message["content"], str) for message in question)
-        or (question[0]["role"], question[-1]["role"]) != ("user", "user")
-    ):
+    known = all(
+        isinstance(message, Mapping)
+        and set(message) == {"role", "content"}
+        and isinstance(message["content"], str)
+        for message in question
+    )
+    if not known or (question[0]["role"], question[-1]["role"]) != ("user", "user"):
         raise ValueError(
             "expected messages with a role and a content of text, the first and the last of the"
             f" user (a system message is an argument of its own, system), got {question!r:.120}"

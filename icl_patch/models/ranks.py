@@ -82,10 +82,9 @@ class Ranks:
     def __init__(self, ranks: tuple[int, ...], timeout: float) -> None:
         self.size, self.ranks, self.timeout = len(ranks), ranks, timeout
         self.groups: list[dist.ProcessGroup] = []
-        self.index, self._lost = 0, ""
+        self._lost = ""
         if self.size == 1:
             return
-        self.index = ranks.index(dist.get_rank())
         self._group: dist.ProcessGroup = self._answered(
             lambda: dist.new_group(
                 list(ranks), self._patience, backend="gloo", use_local_synchronization=True
@@ -206,15 +205,15 @@ class Ranks:
     def joined(
         self, parts: list[dict[str, Tensor]], device: torch.device
     ) -> list[dict[str, Tensor]]:
-        """The parts of all ranks, those of the first rank first; those of others on ``device``."""
+        """The parts of all ranks, those of the first rank first, on ``device``."""
         if self.size == 1:
             return parts
         own = [{name: x.detach().cpu() for name, x in part.items()} for part in parts]
-        everything: list[dict[str, Tensor]] = []
-        for index, sent in enumerate(self.exchange(own)):
-            others = [{name: x.to(device) for name, x in part.items()} for part in sent]
-            everything += parts if index == self.index else others
-        return everything
+        return [
+            {name: x.to(device) for name, x in part.items()}
+            for sent in self.exchange(own)
+            for part in sent
+        ]
 
     def same(self, x: Tensor) -> Tensor:
         """The first rank's tensor."""
@@ -233,10 +232,8 @@ def versions() -> dict[str, str]:
 
 def digest(tensors: Iterable[Tensor | None]) -> str:
     """A hash of small tensors' shapes and contents."""
-    found = hashlib.sha256()
-    for x in tensors:
-        found.update(b"-" if x is None else f"{tuple(x.shape)} {x.tolist()}".encode())
-    return found.hexdigest()[:16]
+    contents = [x if x is None else (x.shape, x.tolist()) for x in tensors]
+    return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
 
 
 def _is_lost(error: BaseException) -> bool:

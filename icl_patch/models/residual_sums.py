@@ -26,7 +26,7 @@ def is_sum(total: Tensor, terms: Sequence[Tensor], scale: Tensor | float = 1.0) 
     for computed in _computed(total.dtype, [term.reshape(total.shape) for term in terms]):
         if isinstance(scale, Tensor):
             computed = (computed * scale).to(total.dtype)
-        if bool(((computed == total) | (computed.isnan() & total.isnan())).all()):
+        if torch.allclose(computed, total, rtol=0, atol=0, equal_nan=True):
             return True
     return False
 
@@ -36,9 +36,7 @@ def _computed(dtype: torch.dtype, terms: Sequence[Tensor]) -> Iterator[Tensor]:
     that of the sum, or the whole sum once.
     """
     wide = torch.float32 if dtype.itemsize < 4 else torch.float64
-    kinds = [terms]
-    kinds += [[x.to(other) for x in terms] for other in (dtype, wide)]
-    for kind in kinds:
+    for kind in (terms, [x.to(dtype) for x in terms], [x.to(wide) for x in terms]):
         for total in _orders(kind):
             yield total.to(dtype)
 

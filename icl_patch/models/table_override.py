@@ -2,26 +2,29 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
+
+_Value = TypeVar("_Value")
 
 
 class TableOverride:
     """A function of transformers that is replaced as long as any thread needs it.
 
     Args:
-        names: the mapping that holds the function. name: its key there. wrap: makes the replacement
-            from it.
+        names: the mapping that holds the function. name: its key there.
+        replacement: runs in its place. It gets the function first, then the function's arguments.
     """
 
     def __init__(
-        self, names: MutableMapping[str, Any], name: str, wrap: Callable[[Any], Any]
+        self, names: MutableMapping[str, Any], name: str, replacement: Callable[..., Any]
     ) -> None:
-        self._names, self._name, self._wrap = names, name, wrap
-        self._wrapped, self._made = names[name], wrap(names[name])
+        self._names, self._name, self._replacement = names, name, replacement
         self._before: Any = None
         self._users, self._lock = set[object](), threading.Lock()
 
@@ -33,9 +36,7 @@ class TableOverride:
             with self._lock:
                 if not self._users:
                     self._before = self._names[self._name]
-                    if self._before is not self._wrapped:  # somebody has put another one there
-                        self._wrapped, self._made = self._before, self._wrap(self._before)
-                    self._names[self._name] = self._made
+                    self._names[self._name] = partial(self._replacement, self._before)
                 self._users.add(user)
             yield
         finally:
@@ -54,17 +55,33 @@ class TableOverride:
                 self._before = None
 
 
+@contextmanager
+def overridden(
+    overrides: Iterable[TableOverride], variable: ContextVar[_Value], value: _Value
+) -> Iterator[None]:
+    """Within this context the functions are replaced, and in this thread ``variable``, which the
+    replacements look at, has a value.
+    """
+    token = variable.set(value)
+    try:
+        with ExitStack() as stack:
+            for override in overrides:
+                stack.enter_context(override())
+            yield
+    finally:
+        variable.reset(token)
+
+
 _of_files: dict[tuple[str, str], TableOverride] = {}
-_adding = threading.Lock()
 
 
-def file_override(module: nn.Module, name: str, wrap: Callable[[Any], Any]) -> list[TableOverride]:
+def file_override(
+    module: nn.Module, name: str, replacement: Callable[..., Any]
+) -> list[TableOverride]:
     """The override of the function ``name`` in the source file of the module's class, if it has
-    one; always with the same ``wrap``.
+    one; always with the same replacement.
     """
     home = vars(sys.modules[type(module).__module__])
-    key = home["__name__"], name
-    with _adding:
-        if name in home and key not in _of_files:
-            _of_files[key] = TableOverride(home, name, wrap)
-    return [_of_files[key]] if name in home else []
+    if name not in home:
+        return []
+    return [_of_files.setdefault((home["__name__"], name), TableOverride(home, name, replacement))]

@@ -7,7 +7,6 @@ rank, and everything else is the same on all.
 """
 
 import re
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,27 +23,27 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     names = () if mesh is None else mesh.mesh_dim_names or ("tp",)  # 5.17 names no lone dimension
     if "tp" not in names or mesh.size(names.index("tp")) == 1:
         return None
-    group: dist.ProcessGroup = mesh.get_group(names.index("tp"))
-    return group
+    return mesh.get_group(names.index("tp"))
 
 
 def style_of(model: PreTrainedModel, path: str) -> str | None:
     """How transformers' plan shares the module at a path; None for a module that all ranks have."""
-    plan: dict[str, str] = model.tp_plan or {}
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))  # the plan's names have * for a number
+    name = re.sub(r"\.\d+(?=\.|$)", ".*", path)  # the plan's names have * for a number
+    return (model.tp_plan or {}).get(name)
 
 
 def check_styles(model: PreTrainedModel, block: Block) -> None:
     """Raises UnsupportedModelError if ranks share a module of the block in an unknown way."""
     spec = block.spec
-    known: dict[str, Any] = dict.fromkeys(spec.readers, "colwise") | {str(spec.down): "rowwise"}
+    known: dict[str | None, str] = {spec.down: "rowwise"}
+    known |= dict.fromkeys(spec.readers, "colwise")
     if spec.experts is not None:
         raise UnsupportedModelError(
             f"expected no experts with tp_size, {block.path} has some: transformers shares each"
             " expert's matrices among the ranks. Split the model with pp_size"
         )
-    for name in (*known, *filter(None, (spec.post_norm, spec.inner_norm))):
-        style = style_of(model, block.path_of(name)) if name != "None" else None
+    for name in filter(None, (*known, spec.post_norm, spec.inner_norm)):
+        style = style_of(model, block.path_of(name))
         if style not in (None, known.get(name)):
             raise UnsupportedModelError(
                 f"expected readers that are shared colwise, a writer that is shared rowwise and"

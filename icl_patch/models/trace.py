@@ -2,8 +2,8 @@
 read from them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from icl_patch.layers.device_hooks import device_of
 from icl_patch.models.forward import CACHE_NAMES, call
 from icl_patch.models.kv_cache import new_cache
+from icl_patch.models.module_search import outermost
 
 # Inputs that only a layer that sees the context gets.
 _CONTEXT_INPUTS = (
@@ -78,41 +79,27 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class BlockTrace:
-    """The calls within one block, in the order in which they returned; the last one is the block's
-    own.
-    """
+    """The block's own call, and the calls within it in the order in which they returned."""
 
     path: str
-    module: nn.Module
+    block: Call
     calls: list[Call]
-
-    @property
-    def block(self) -> Call:
-        """The block's own call."""
-        return self.calls[-1]
 
     @property
     def mixers(self) -> list[Call]:
         """The outermost modules within the block that see the context."""
-        return outermost(
+        return outermost_calls(
             call
-            for call in self.calls[:-1]
+            for call in self.calls
             if call.sees_context and (call.module._modules or call.module._parameters)
         )
 
 
-def inside(path: str, outer: str) -> bool:
-    """Whether ``path`` is ``outer`` or a module below it."""
-    return path == outer or path.startswith(f"{outer}.")
-
-
-def outermost(calls: Iterable[Call]) -> list[Call]:
+def outermost_calls(calls: Iterable[Call]) -> list[Call]:
     """The calls of modules that are inside no other one's."""
     calls = list(calls)
-    paths = {call.path for call in calls}
-    return [
-        call for call in calls if not any(inside(call.path, path) for path in paths - {call.path})
-    ]
+    paths = outermost(call.path for call in calls)
+    return [call for call in calls if call.path in paths]
 
 
 def _trace_block(
@@ -124,47 +111,49 @@ def _trace_block(
     starts: list[tuple[Value | None, bool]] = []  # one for each call that has not returned
     device = device_of(block)  # its hooks bring the input from the block before to it
 
+    def value_of(tensor: Tensor) -> Value:
+        alive.append(tensor)
+        return Value.of(tensor)
+
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensor, value = first_tensor((*args, kwargs)), None
-        if tensor is not None:
-            alive.append(tensor.to(device))
-            value = Value.of(alive[-1])
-        starts.append((value, any(key in kwargs for key in _CONTEXT_INPUTS)))
+        tensor = first_tensor((*args, kwargs))
+        value = None if tensor is None else value_of(tensor.to(device))
+        starts.append((value, not kwargs.keys().isdisjoint(_CONTEXT_INPUTS)))
 
     def after(module: nn.Module, _args: Any, out: Any) -> None:
         (given, sees_context), made = starts.pop(), first_tensor(out)
         if given is not None and made is not None:
-            alive.append(made)
-            of_made, several = Value.of(made), isinstance(out, tuple)
-            calls.append(Call(names[module], module, given, of_made, sees_context, several))
+            several = isinstance(out, tuple)
+            call = Call(names[module], module, given, value_of(made), sees_context, several)
             if module is block:
-                traces[path] = BlockTrace(path, block, calls)
+                traces[path] = BlockTrace(path, call, calls)
+            else:
+                calls.append(call)
         if module is block:
             alive.clear()
 
     for module in names:
-        hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        hooks.callback(module.register_forward_hook(after).remove)
+        hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.enter_context(module.register_forward_hook(after))
 
 
-@contextmanager
-def tracing(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, BlockTrace]]:
-    """Within this context the calls in each of the layers are kept; a layer that did not run is
-    left out of the result.
+def traced(layers: Mapping[str, nn.Module], forward: Callable[[], object]) -> dict[str, BlockTrace]:
+    """The calls in each of the layers while ``forward`` runs their model; without a layer that did
+    not run.
     """
     traces: dict[str, BlockTrace] = {}
     with ExitStack() as hooks:
         for path, layer in layers.items():
             _trace_block(path, layer, traces, hooks)
-        yield traces
+        forward()
+    return traces
 
 
 @torch.no_grad()
 def trace(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
 ) -> dict[str, BlockTrace]:
-    """:func:`tracing` of one forward of the model on ``ids`` (B, T)."""
+    """:func:`traced` in a forward of the model on ``ids`` (B, T), without tokens before."""
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    with tracing(layers) as traces:
-        call(model, ids, torch.ones_like(ids), positions, new_cache(model))
-    return traces
+    mask, cache = torch.ones_like(ids), new_cache(model)
+    return traced(layers, lambda: call(model, ids, mask, positions, cache))

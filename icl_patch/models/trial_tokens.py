@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.language_model import text_config, vocabulary
-from icl_patch.models.positions import first_position
+from icl_patch.models.positions import padding_id
 from icl_patch.models.prompts import own_front
 
 
@@ -40,13 +40,13 @@ def first_token(
     named = [x for key, x in _special_ids(model) if key == "bos_token_id"]
     if tokenizer is not None:
         named = list(own_front(tokenizer))
-    size, unplaced = vocabulary(model), _without_position(model)
-    return next((token for token in named if 0 <= token < size and token != unplaced), None)
+    size, padding = vocabulary(model), padding_id(model)
+    return next((token for token in named if 0 <= token < size and token != padding), None)
 
 
 def _ids_of_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     """The ids that texts have, (N,): none of special tokens, none beyond the tokenizer's."""
-    size, special = vocabulary(model), {_without_position(model)}
+    size, special = vocabulary(model), {padding_id(model)}
     special.update(token for _, token in _special_ids(model))
     if tokenizer is not None:
         size = min(size, len(tokenizer))
@@ -63,8 +63,3 @@ def _special_ids(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
             if key.endswith(("_token_id", "_token_index")):
                 ids = value if isinstance(value, list | tuple) else [value]
                 yield from ((key, token) for token in ids if isinstance(token, int))
-
-
-def _without_position(model: PreTrainedModel) -> int:
-    """The padding id of RoBERTa and its relatives, which has no position; -1 in other models."""
-    return first_position(model) - 1

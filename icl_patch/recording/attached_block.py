@@ -14,7 +14,7 @@ from torch.utils._pytree import register_dataclass, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.layers.attachment import Attachment, PassHook, WaitingForward
+from icl_patch.layers.attachment import Attachment, PassForward, PassHook, WaitingForward
 from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.experts import PatchedExperts, patched_experts
 from icl_patch.layers.linear import PatchedLinear
@@ -354,7 +354,7 @@ def attach(model: PreTrainedModel) -> Attachment:
     Raises:
         ValueError: another patcher is attached, or the model has patched modules.
     """
-    if hasattr(vars(model).get("forward"), "of_a_pass"):
+    if isinstance(vars(model).get("forward"), PassForward):
         raise ValueError(
             f"expected {type(model).__name__} outside of batch_invariant, got it inside: attach"
             " first"
@@ -367,9 +367,7 @@ def attach(model: PreTrainedModel) -> Attachment:
                 f"expected a model without patched modules, {type(model).__name__} has some: "
                 "detach the other patcher first, or call icl_patch.detach(model)"
             )
-        attachment = Attachment()
-        attachment.hold_forwards(model)
-    return attachment
+        return Attachment(model)
 
 
 def detach(model: nn.Module) -> None:

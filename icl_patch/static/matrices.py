@@ -10,9 +10,10 @@ from icl_patch.layers.linear import matrix_of
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.models.block_detection import blocks_of, is_matrix
 from icl_patch.models.language_model import layers_of
+from icl_patch.models.module_search import inside
 from icl_patch.models.ranks import check_one_process
 from icl_patch.models.recurrent_state import is_recurrent
-from icl_patch.models.trace import BlockTrace, inside, trace
+from icl_patch.models.trace import BlockTrace, trace
 from icl_patch.models.trial_tokens import trial_tokens
 
 PARTS = ("mlp", "attention")

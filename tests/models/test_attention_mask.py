@@ -47,16 +47,16 @@ def test_an_interrupt_leaves_nothing_behind(at: int) -> None:
             if self.writes == at:
                 raise KeyboardInterrupt
 
-    table = Table(sdpa=1)
-    override = TableOverride(table, "sdpa", lambda function: function + 1)
+    table = Table(sdpa=len)
+    override = TableOverride(table, "sdpa", lambda function, x: function(x) + 1)
     with pytest.raises(KeyboardInterrupt), override():
-        assert table["sdpa"] == 2
-    assert table["sdpa"] == 1
-    for function in (1, 5):
+        assert table["sdpa"]("12") == 3
+    assert table["sdpa"] is len
+    for function, result in ((len, 3), (int, 13)):
         table["sdpa"] = function
         with override():
-            assert table["sdpa"] == function + 1
-        assert table["sdpa"] == function
+            assert table["sdpa"]("12") == result
+        assert table["sdpa"] is function
 
 
 @torch.no_grad()
