@@ -444,10 +444,10 @@ class ContextPatcher:
                 If a step cannot be recorded or captured, it runs without the program or graph, and
                 a warning says why.
                 False: run the model's own code in every step.
-                True: trace the step once and compile it, which takes seconds to minutes at the
-                first token; on CUDA, capture the compiled step as a CUDA graph. This needs a mode
-                of one pass, so it excludes models with forward hooks. A compiled exact step has the
-                bits of its replay.
+                True: compile the program, which takes seconds to minutes at the first token; on
+                CUDA, capture the compiled program as a CUDA graph. This needs a mode of one pass,
+                so it excludes models with forward hooks. A compiled exact step has the bits of its
+                replay.
                 Another generation with as many rows and about as many tokens
                 (:func:`icl_patch.generation.reusable_step.bucketed_capacity`) reuses the program or
                 compiled step. Its attention runs over a static cache, so the logits are those of
@@ -489,9 +489,9 @@ class ContextPatcher:
 
     @property
     def step_source(self) -> str | None:
-        """The Python source of the last program that :meth:`generate` recorded
-        (``compile="auto"``): what happens to a token, with a line for each operator and a heading
-        for each block. None if no step has been recorded, or the last one has no program.
+        """The Python source of the last program that :meth:`generate` recorded: what happens to a
+        token, with a line for each operator and a heading for each block. None if no step has been
+        recorded, or the last one has no program.
         """
         return next(iter(self.plans.sources), None)
 

@@ -61,7 +61,7 @@ def steps(shape: RandomModel, update: str) -> dict[str, int]:
         plan = patcher.plans.for_mode(DecodeMode.SHARED_CACHE)
         mask = torch.ones_like(ids).bool()
         state = start_decoding(patcher.attached_model, plan, ids, mask, 16, reserve=False)
-        use_reusable_step(patcher.plans, state, traced=False)
+        use_reusable_step(patcher.plans, state, compiled=False)
         for token in (5, 6):
             decode_one_token(state, ids.new_full((1,), token))
         run: Any = state.run

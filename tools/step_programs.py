@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from icl_patch import ContextPatcher
 from icl_patch.errors import SlowerStepsWarning, UnsupportedModelError
+from icl_patch.generation.decode_step import StepOutput
 from icl_patch.generation.decoding import start_decoding
 from icl_patch.generation.recorded_step import RecordedStep, same_bits
 from icl_patch.generation.reusable_step import use_program
@@ -32,6 +33,11 @@ from tools.sweep import PROGRAMS, apart, read
 
 UPDATES, RUNS = ("exact", "stable"), (("float32", 1), ("bfloat16", 3), ("float16", 1))
 CONTEXT, STEPS, CAPACITY = 7, 5, 24  # tokens; more than these would not fit into small windows
+
+
+def leaves(output: StepOutput) -> list[Any]:
+    """All that a step gives."""
+    return tree_leaves((output.logits, output.maybe_infeasible, output.details()))
 
 
 def result(patcher: ContextPatcher, rows: int) -> str:
@@ -51,12 +57,12 @@ def result(patcher: ContextPatcher, rows: int) -> str:
         for column in range(CONTEXT - 1, CONTEXT - 1 + STEPS):
             state.advance(ids[:, column])
             assert state.run is not None
-            found = tree_leaves(state.run().parts)
+            found = leaves(state.run())
             run = state.run  # the first step has compared two caches
             if not isinstance(run, RecordedStep):
                 break
             # the model's own code, on the same cache: it writes the same column again
-            for expected, got in zip(tree_leaves(run.own_code().parts), found, strict=True):
+            for expected, got in zip(leaves(run.own_code()), found, strict=True):
                 if isinstance(expected, Tensor) and not same_bits(expected, got):
                     return f"other bits in step {state.steps}"
         if isinstance(run, RecordedStep) and run.program is not None:

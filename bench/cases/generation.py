@@ -238,7 +238,7 @@ def _step(
     state = start_decoding(attached, plan, ids, mask, width, reserve=not compile)
     cache: Any = state.inputs.cache
     if compile:
-        use_reusable_step(patcher.plans, state, traced=compile is True)
+        use_reusable_step(patcher.plans, state, compiled=compile is True)
     else:
         cache.activate_past_recording()
     step_inputs = state.inputs

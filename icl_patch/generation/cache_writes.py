@@ -2,7 +2,7 @@
 this cache: one call in place of three, and on CUDA two launches in place of four.
 """
 
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,6 @@ def with_cache_writes(
         is_written: whether the step writes into the memory of a tensor or view.
     """
     result = dict(enumerate(calls))
-    makers = {number: call for call in calls for number in call.made if number is not None}
     last: dict[int, int] = {}  # by memory: the call that last read or wrote it
     for place, call in enumerate(calls):
         memory = [
@@ -47,7 +46,7 @@ def with_cache_writes(
         ]
         if call.target._schema.name in _WITH_WRITES:
             keys, cached = (last.get(x, place) for x in memory[1:3])
-            together = _together(call, calls[keys], calls[cached], makers, is_written)
+            together = _together(call, calls[keys], calls[cached], is_written)
             if together is not None:
                 result[place] = together
                 del result[keys], result[cached]
@@ -63,7 +62,6 @@ def _together(
     attention: Call,
     write_key: Call,
     write_value: Call,
-    makers: Mapping[int, Call],
     is_written: Callable[[Any], bool],
 ) -> Call | None:
     """One call of these three; None if they have to stay apart."""
@@ -73,7 +71,7 @@ def _together(
     if not (_writes_into(keys, write_key) and _writes_into(values, write_value)):
         return None
     column, key, value = write_key.args[2], write_key.args[3], write_value.args[3]
-    if key_of(column) != key_of(write_value.args[2]) or not _is_column(slot, column, keys, makers):
+    if not key_of(slot) == key_of(column) == key_of(write_value.args[2]):
         return None
     if not all(isinstance(x, View) and x.elements for x in (query, key, value)):
         return None
@@ -105,29 +103,6 @@ def _writes_into(cache: View | Tensor, call: Call) -> bool:
         and cache.dim() == 4
         and tuple(column.shape) == (1,)
         and tuple(x.shape) == (*cache.shape[:2], 1, cache.shape[3])
-    )
-
-
-def _is_column(
-    slot: View | Tensor, column: View | Tensor, keys: Tensor, makers: Mapping[int, Call]
-) -> bool:
-    """Whether an attention's slot is the column that was written: it is the same tensor, or that
-    without what is beyond the last column, where nothing can be written.
-    """
-    if not isinstance(column, Tensor) or column.dtype != torch.int64:
-        return False
-    if key_of(slot) == key_of(column):
-        return True
-    maker = makers.get(slot.value) if isinstance(slot, View) else None
-    if maker is None or maker.target is not _aten.clamp.default or maker.kwargs:
-        return False
-    bounded, least, most = (*maker.args, None)[:3]
-    is_whole = isinstance(slot, View) and slot.shape == (1,)
-    return (
-        is_whole
-        and key_of(bounded) == key_of(column)
-        and (least is None or least <= 0)
-        and (most is None or most >= keys.shape[2] - 1)
     )
 
 

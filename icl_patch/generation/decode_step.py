@@ -4,7 +4,6 @@ Shapes: B rows, V vocabulary.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, zip_longest
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass, tree_unflatten
+from torch.utils._pytree import register_dataclass
 
 from icl_patch import metrics
 from icl_patch.generation.fused_modules import NormBefore
@@ -72,22 +71,6 @@ class StepOutput:
     maybe_infeasible: Tensor
     details: Callable[[], StepDetails]
 
-    @classmethod
-    def of_leaves(cls, leaf: Callable[[int], Any], tree: Any) -> "StepOutput":
-        """The output whose :attr:`parts` have the structure ``tree``; ``leaf`` gives their leaves
-        by number.
-        """
-
-        def details() -> Any:
-            return tree_unflatten(map(leaf, range(tree.num_leaves)), tree)[2]
-
-        return cls(leaf(0), leaf(1), details)
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, StepDetails]:
-        """All that a step computes, for torch's pytrees."""
-        return self.logits, self.maybe_infeasible, self.details()
-
 
 RunStep = Callable[[], StepOutput]
 
@@ -99,18 +82,13 @@ class DecodeStep:
         plan: how the model runs both streams.
         inputs: the tensors that the step reads.
         batch: B.
-        for_inductor: whether the step is written for a compiler, which fuses small operations but
-            cannot see into ours, see :class:`DecodeRecorder`.
     """
 
-    def __init__(
-        self, plan: OnePassPlan, inputs: StepInputs, batch: int, *, for_inductor: bool = False
-    ) -> None:
+    def __init__(self, plan: OnePassPlan, inputs: StepInputs, batch: int) -> None:
         self.plan, self.inputs, self.batch = plan, inputs, batch
         # of each row of both streams, -1 for none
         index = torch.arange(-batch, batch, device=inputs.current.device)
-        self._patch_index, self._for_inductor = index.clamp(min=-1), for_inductor
-        self._fused = [] if for_inductor else plan.fused
+        self._patch_index = index.clamp(min=-1)
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
@@ -125,7 +103,6 @@ class DecodeStep:
                 attached.update,
                 self._patch_index,
                 receives_norm_input=block in self._norm_receivers,
-                for_inductor=self._for_inductor,
             )
             for block in attached.blocks
         ]
@@ -138,7 +115,7 @@ class DecodeStep:
             last_logits=1,
         )
         active = self.plan.layout.active(step_inputs)
-        rotary = nullcontext() if self._for_inductor else fused_rotary(self.plan.rotary)
+        rotary = fused_rotary(self.plan.rotary)
         with computing_factors(recorders), active, self._overrides, self.plan.rounding(), rotary:
             logits = model(**model_inputs).logits[-self.batch :, -1]
         misses = close_blocks(recorders) if self.plan.exact else None
@@ -156,7 +133,7 @@ class DecodeStep:
         attached = self.plan.attached
         linears = plain_linears(attached.model, attached.block_specs)
         forwards: dict[nn.Module, Forward] = {x: linear_forward(x) for x in linears}
-        forwards |= {found.module: found for found in self._fused}
+        forwards |= {found.module: found for found in self.plan.fused}
         # the attention's output projections among them, with a shared cache
         forwards |= self.plan.layout.forwards
         return ForwardOverrides([*forwards.items(), *self._head()])
@@ -164,7 +141,7 @@ class DecodeStep:
     @cached_property
     def _norm_receivers(self) -> set[AttachedBlock]:
         """The blocks whose recorder gets its input from the fused pre-MLP norm."""
-        return {found.block for found in self._fused if isinstance(found, NormBefore)}
+        return {found.block for found in self.plan.fused if isinstance(found, NormBefore)}
 
     def _head(self) -> list[tuple[nn.Module, Forward]]:
         """The head is the widest matrix of all: it runs only on the rows without the context,

@@ -1,4 +1,4 @@
-"""Operators of a traced step that the compiler may not compute in its own way.
+"""Operators of a compiled step that the compiler may not compute in its own way.
 
 A compiled exact step has to have the bits of its replay, which runs operator by operator. Inductor
 adds, multiplies, compares and moves numbers with the bits of torch's eager operators, and rounds
@@ -7,7 +7,6 @@ its own in place of torch's (exp, rsqrt, a quotient on a GPU). Sums and such fun
 hidden from it: each becomes an operator of the namespace ``icl_patch_eager`` that runs torch's.
 """
 
-from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -28,23 +27,10 @@ _SAME_BITS: frozenset[OpOverloadPacket] = _ADDS | {
 """Operators on floating-point numbers that Inductor computes with the bits of torch's."""
 
 
-def keep_rounding(module: fx.GraphModule, free: Iterable[fx.Node]) -> None:
-    """Hide the operators that a compiler would round in another way, in place.
-
-    Args:
-        module: the graph.
-        free: outputs whose bits do not matter; nor do those of the nodes that only they need.
-    """
-    output = module.graph.output_node()
-    free = frozenset(free)
-    needed = {x for x in output.all_input_nodes if x not in free}
-    for node in reversed(module.graph.nodes):
-        writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-        if node in needed or writes:
-            needed.add(node)
-            needed.update(node.all_input_nodes)
+def keep_rounding(module: fx.GraphModule) -> None:
+    """Hide the operators of a graph that a compiler would round in another way, in place."""
     for node in list(module.graph.nodes):
-        if node not in needed or not isinstance(node.target, OpOverload):
+        if not isinstance(node.target, OpOverload):
             continue
         if node.target is _aten.pow.Tensor_Scalar and node.args[1] == 2:
             node.target, node.args = _aten.mul.Tensor, (node.args[0], node.args[0])

@@ -3,19 +3,21 @@ readers of a gated MLP. On CUDA they share a launch.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from icl_patch.generation.operator_recorder import Call, key_of, tensors_in
+from icl_patch.generation.operator_recorder import Call, by_name, key_of, tensors_in
 
-# of plain maps, natively and in Triton, and of recorded ones
+# of plain maps and of recorded ones, natively and in Triton
 _GROUPS = {
     "icl_patch::patched_linear": "linear_maps",
     "icl_patch::triton_patched_linear": "triton_linear_maps",
     "icl_patch::record_linear": "record_linears",
+    "icl_patch::triton_record_linears": "triton_record_linears",
 }
 
 
@@ -39,37 +41,37 @@ def grouped(calls: Iterable[Call], is_written: Callable[[Any], bool]) -> list[Ca
 
 
 def _shared(call: Call) -> Any:
-    """Equal for maps without a patch of their own that read the same input; None for others."""
-    name = call.target._schema.name
-    if name not in _GROUPS:
+    """Equal for maps that one operator can run; None for others."""
+    several = _operator(call)
+    if several is None:
         return None
-    z, weight, *rest = _arguments(call)
-    # u and v, or v of a recorded map, then the bias
-    factors, bias = (rest[:1], rest[1]) if "record" in name else (rest[:2], rest[2])
-    known = all(isinstance(x, Tensor) or x is None for x in (weight, bias))
-    if not known or rest[len(factors) + 1 :] not in ([], [None, None]):
-        return None
-    if "record" not in name and factors != [None, None]:
-        return None
-    return name, key_of(z), key_of(tuple(factors))
+    weights, biases, others = _arguments(call)
+    known = all(isinstance(x, Tensor) or x is None for x in (*weights, *biases))
+    # a patch, or a dtype of the output
+    further = others.keys() - {argument.name for argument in several._schema.arguments}
+    return None if further or not known else (several, key_of(others))
 
 
 def _together(group: list[Call]) -> Call:
     """One call of all maps."""
-    first, several = group[0], _GROUPS[group[0].target._schema.name]
-    arguments = [_arguments(call) for call in group]
-    recorded = several == "record_linears"
-    weights, biases = ([x[place] for x in arguments] for place in (1, 3 if recorded else 4))
-    args = [arguments[0][0], weights, biases]
-    if recorded:
-        args.insert(2, arguments[0][2])
+    weights, biases, others = zip(*map(_arguments, group), strict=True)
+    given = {**others[0], "weights": [*chain(*weights)], "biases": [*chain(*biases)]}
+    target = _operator(group[0])
+    assert target is not None
+    args = tuple(given[argument.name] for argument in target._schema.arguments)
     made = tuple(number for call in group for number in call.made)
-    target = getattr(torch.ops.icl_patch, several).default
-    return replace(first, target=target, args=tuple(args), kwargs={}, made=made, several=True)
+    return Call(target, args, {}, made, several=True)
 
 
-def _arguments(call: Call) -> list[Any]:
-    """All arguments of a call in their order."""
-    names = [argument.name for argument in call.target._schema.arguments]
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
-    return [given.get(name) for name in names]
+def _operator(call: Call) -> OpOverload | None:
+    """The operator that runs several of these maps."""
+    name = _GROUPS.get(call.target._schema.name)
+    return None if name is None else getattr(torch.ops.icl_patch, name).default
+
+
+def _arguments(call: Call) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """The weights and biases of a map, or of several, and the other arguments by name."""
+    given = by_name(call.target, call.args, call.kwargs)
+    weights = given.pop("weights", None) or [given.pop("weight")]
+    biases = given.pop("biases", None) or [given.pop("bias", None)]
+    return weights, biases, {name: x for name, x in given.items() if x is not None}

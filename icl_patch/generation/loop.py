@@ -272,7 +272,7 @@ def _loop(
                 **model_inputs,
             )
             if compile is True:
-                release = use_reusable_step(plans, state, traced=True)
+                release = use_reusable_step(plans, state, compiled=True)
             elif compile:
                 release = use_program(plans, state)
         yield None

@@ -97,10 +97,10 @@ def _is_random(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     has_dropout = any(argument.name == "dropout_p" for argument in function._schema.arguments)
-    return not has_dropout or bool(_by_name(function, args, kwargs).get("dropout_p", 0.0))
+    return not has_dropout or bool(by_name(function, args, kwargs).get("dropout_p", 0.0))
 
 
-def _by_name(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names; defaults are left out."""
     names = (argument.name for argument in function._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
@@ -162,7 +162,7 @@ class OperatorRecorder(TorchDispatchMode):
         made = tuple(self._keep(x, given) for x in (result if several else (result,)))
         call = Call(function, arguments, keywords, made, several)
         if call.writes:
-            named = _by_name(function, args, kwargs)
+            named = by_name(function, args, kwargs)
             for argument in function._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self.written |= {memory_of(x) for x in tensors_in(named.get(argument.name))}

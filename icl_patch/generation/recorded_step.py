@@ -1,18 +1,20 @@
-"""A decode step that runs as the program of its first run."""
+"""A decode step that runs as the program of its first run, as it is or compiled."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from icl_patch.errors import SlowerStepsWarning
+from icl_patch import metrics
+from icl_patch.errors import SlowerStepsWarning, UnsupportedModelError
 from icl_patch.generation.captured_step import CapturedStep
 from icl_patch.generation.decode_step import DecodeStep, RunStep, StepOutput
+from icl_patch.generation.region_compiler import in_regions
 from icl_patch.generation.step_program import StepProgram
 from icl_patch.layers.patched_module import with_base
 
@@ -27,21 +29,32 @@ class RecordedStep:
     step under autocast, or with other weights, modules or forwards than those that were recorded,
     runs the model's own code. Other settings of a module count from the next context on.
 
+    A compiled program must have the step's bits too in the batch-invariant arithmetic, because the
+    replay of its patch has them. In the model's own arithmetic its logits must be those of the step
+    up to rounding. There is no way back from a step that cannot be compiled.
+
     Args:
         step: the step.
         on_source: gets the source of the program when it is recorded, and None if it is given up.
+        compiled: whether the program is compiled.
 
     Attributes:
         program: the program; None before the first call, and where there is none.
         own_code: the step in the model's own code.
+
+    Raises:
+        UnsupportedModelError: by a call, the step cannot be compiled.
     """
 
-    def __init__(self, step: DecodeStep, on_source: Callable[[str | None], None]) -> None:
-        self._on_source = on_source
+    def __init__(
+        self, step: DecodeStep, on_source: Callable[[str | None], None], *, compiled: bool
+    ) -> None:
+        self._on_source, self._compiled = on_source, compiled
         self.program: StepProgram | None = None
         self.own_code = step
         self._tree: Any = None
         self._run: RunStep = self._record
+        self._run_values: Callable[[], Sequence[Tensor]]  # the program as it runs
         self._device = step.inputs.current.device
         self._model = _Parts(step.plan.attached.model)
 
@@ -52,72 +65,103 @@ class RecordedStep:
         return self._run()
 
     def _record(self) -> StepOutput:
-        blocks = [block.path for block in self.own_code.plan.attached.blocks]
-        leaves: list[Any] = []
+        plan, leaves = self.own_code.plan, list[Any]()
+        blocks = plan.attached.blocks
 
         def run() -> list[Any]:
             leaves[:] = self._leaves()
             return leaves
 
         try:
-            self.program = StepProgram(run, dict(self._names()), blocks)
+            self.program = StepProgram(run, dict(self._names()), [block.path for block in blocks])
+            self._run_values = self.program.function
+            if self._compiled:
+                modules = [block.module for block in blocks]
+                self._run_values = in_regions(
+                    self._run_values, modules, eager_rounding=plan.keeps_bits
+                )
         except Exception as error:
             output = self.own_code()  # an error of the model's own code comes again
             self._give_up(error)
             return output
         self._on_source(self.program.source)
         self._run = self._compare
-        return StepOutput.of_leaves(leaves.__getitem__, self._tree)
+        return self._output(leaves.__getitem__)
 
     def _compare(self) -> StepOutput:
         """Run the program, then the step: what the step writes into the cache stays."""
         assert self.program is not None
-        program, made = self.program, None
-        reason: Exception | str = "its program gives other bits than the step"
+        reason: Exception | str | None
         try:
-            made = program()
+            values = self._run_values()
         except Exception as error:  # of an operator that depends on more than what was recorded
-            reason = error
-        expected = self._leaves()
-        self._run = self._run_program if self._device.type == "cpu" else self._capture
-        if made is None or not all(
-            same_bits(leaf, program.leaf(made, number))
-            for number, leaf in enumerate(expected)
-            if isinstance(leaf, Tensor)
-        ):
+            expected, reason = self._leaves(), error
+        else:
+            expected = self._leaves()
+            reason = self._difference(values, expected)
+        if reason is not None:
             self._give_up(reason)
-        return StepOutput.of_leaves(expected.__getitem__, self._tree)
+        else:
+            self._run = self._run_program if self._device.type == "cpu" else self._capture
+        return self._output(expected.__getitem__)
+
+    def _difference(self, values: Sequence[Tensor], expected: Sequence[Any]) -> str | None:
+        """What is wrong with a program's outputs, if anything is."""
+        assert self.program is not None
+        plan, program = self.own_code.plan, self.program
+        found = [program.leaf(values, number) for number in range(len(expected))]
+        if self._compiled and not plan.keeps_bits:
+            error = metrics.linf(found[0], expected[0]).max()
+            # logits that are not finite are refused behind the step
+            if error <= plan.attached.replay_limit or not metrics.all_finite(expected[0]):
+                return None
+            return f"the compiled step is off by {error:.1g} of the largest logit"
+        pairs = zip(expected, found, strict=True)
+        same = all(same_bits(*pair) for pair in pairs if isinstance(pair[0], Tensor))
+        return None if same else "its program gives other bits than the step"
 
     def _run_program(self) -> StepOutput:
         assert self.program is not None
-        made, leaf = self.program(), self.program.leaf
-        return StepOutput.of_leaves(lambda number: leaf(made, number), self._tree)
+        values, leaf = self._run_values(), self.program.leaf
+        return self._output(lambda number: leaf(values, number))
 
     def _capture(self) -> StepOutput:
         """Run the program as a CUDA graph, or as it is if it cannot be captured."""
-        captured = CapturedStep(self._run_program, self._device)
+        program, self._run = self._run_values, self._run_program
+        self._run_values = CapturedStep(program, self._device)
         try:
-            output = captured()
-        except Exception as error:
-            self._run = self._run_program
-            self._warn(error)
             return self._run()
-        self._run = captured
-        return output
+        except Exception as error:
+            self._run_values = program
+            warn_slower(self.own_code.plan.attached.model, self._device, error)
+            return self._run()
 
     def _give_up(self, reason: Exception | str) -> None:
-        """Run the model's own code from now on."""
-        self.program, self._run = None, self.own_code
+        """Run the model's own code from now on; a compiled step is refused."""
+        self.program = None
         self._on_source(None)
-        self._warn(reason)
-
-    def _warn(self, reason: Exception | str) -> None:
-        warn_slower(self.own_code.plan.attached.model, self._device, reason)
+        model = self.own_code.plan.attached.model
+        if not self._compiled:
+            self._run = self.own_code
+            warn_slower(model, self._device, reason)
+            return
+        self._run = self._record
+        if isinstance(reason, MemoryError | torch.OutOfMemoryError):
+            raise reason
+        name, why = type(model).__name__, str(reason).partition("\n")[0]
+        cause = reason if isinstance(reason, Exception) else None
+        raise UnsupportedModelError(f"compile does not cover {name}: {why}") from cause
 
     def _leaves(self) -> list[Any]:
         """The step's output, flattened."""
-        leaves, self._tree = tree_flatten(self.own_code().parts)
-        return leaves
+        output = self.own_code()
+        leaves, self._tree = tree_flatten(output.details())
+        return [output.logits, output.maybe_infeasible, *leaves]
+
+    def _output(self, leaf: Callable[[int], Any]) -> StepOutput:
+        """The output with these leaves; its details are put together if they are used."""
+        numbers = range(2, 2 + self._tree.num_leaves)
+        return StepOutput(leaf(0), leaf(1), lambda: tree_unflatten(map(leaf, numbers), self._tree))
 
     def _names(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that a step finds, with their names in the program's source."""

@@ -1,18 +1,18 @@
-"""Compile a traced step region by region: a region ends behind a block's last matrix product.
+"""Compile a step's operators region by region: a region begins where a block's first parameter is
+read.
 
 The blocks of a model are alike, and so are most regions: each kind of region is compiled once,
-however many blocks there are. With 12 blocks this took 56 % of the time for the whole graph.
-The cuts cost no fusion, because the compiler fuses nothing with a product.
+however many blocks there are.
 """
 
-import operator
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.split_module import split_module
 
@@ -20,6 +20,7 @@ from icl_patch.generation.eager_operators import keep_rounding
 from icl_patch.recording.memory import memory_of
 
 BACKEND = "inductor"
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.as_strided.default)
 
 
 def _compiled(module: fx.GraphModule, like: list[Tensor], eager_rounding: bool) -> Any:
@@ -42,35 +43,30 @@ def _compiled(module: fx.GraphModule, like: list[Tensor], eager_rounding: bool) 
 
 
 def in_regions(
-    module: fx.GraphModule,
-    blocks: Iterable[nn.Module],
-    *,
-    eager_rounding: bool = False,
-    free: Iterable[int] = (),
+    function: Callable[[], Any], blocks: Iterable[nn.Module], *, eager_rounding: bool = False
 ) -> fx.GraphModule:
-    """A graph of operators as one of compiled regions, with the same outputs.
+    """A function as a graph of compiled regions, with the same outputs.
 
     Args:
-        module: the graph, without placeholders; its tensors have fixed addresses.
+        function: it calls operators on tensors with fixed addresses; it is run once.
         blocks: the model's blocks, in order.
-        eager_rounding: whether the outputs have the bits of the graph's operators, run one by one.
-        free: numbers of the outputs whose bits do not matter even so.
+        eager_rounding: whether the outputs have the bits of the operators, run one by one.
     """
-    # Each block selects its own part of a tensor for all blocks: select where the tensor is
-    # computed, because the indices would make the blocks differ.
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.select.int):
-        if node.args[0].op != "get_attr":
+    # One fake mode for all tensors: make_fx would make one for each, in half of its time.
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        module = make_fx(function)()
+    # Views are made where their tensors are: of a mask for all blocks, which the first block would
+    # view for the others, or of a block's own part of a tensor for all, whose place differs.
+    for node in list(module.graph.nodes):
+        if node.target in _VIEWS and node.args[0].op != "get_attr":
             node.args[0].append(node)
     if eager_rounding:
-        outputs: Any = module.graph.output_node().args[0]
-        keep_rounding(module, [outputs[number] for number in free])
+        keep_rounding(module)
     # gives each node a tensor without numbers, whose storage shows which are one memory
     FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate()
-    nodes = list(module.graph.nodes)
-    ends = _ends(module, nodes[:-1], blocks)
-    region = {node: bisect_right(ends, place) for place, node in enumerate(nodes)}
+    regions = _regions(module, blocks)
     # The nodes get names by their operators and places, so that equal regions have equal texts.
-    split = split_module(module, module, region.__getitem__, keep_original_input_name=False)
+    split = split_module(module, module, regions.__getitem__, keep_original_input_name=False)
     kinds: dict[str, Any] = {}
     for call in split.graph.find_nodes(op="call_module"):
         name = str(call.target)
@@ -89,31 +85,18 @@ def in_regions(
     return split
 
 
-def _ends(
-    module: fx.GraphModule, nodes: Sequence[fx.Node], blocks: Iterable[nn.Module]
-) -> list[int]:
-    """The positions behind the last product of each block but the last one."""
+def _regions(module: fx.GraphModule, blocks: Iterable[nn.Module]) -> dict[fx.Node, int]:
+    """The number of the region of each node: that of the last block whose parameters were read."""
     owner = {
-        weight.data_ptr(): number
+        parameter.data_ptr(): number
         for number, block in enumerate(blocks)
-        for weight in block.parameters()
-        if weight.dim() > 1
+        for parameter in block.parameters()
     }
-    block_of: dict[fx.Node, int] = {}  # of weights and of their views
-    last: dict[int, int] = {}
-    for position, node in enumerate(nodes):
-        if node.op == "get_attr":
-            number = owner.get(getattr(module, str(node.target)).data_ptr())
-            if number is not None:
-                block_of[node] = number
-            continue
-        used = {block_of[x] for x in node.all_input_nodes if x in block_of}
-        last |= dict.fromkeys(used, position + 1)
-        if len(node.all_input_nodes) == 1 and used:
-            block_of[node] = used.pop()
-    ends = []
-    for end in sorted(set(last.values()))[:-1]:
-        while nodes[end].target is operator.getitem:  # of a product with several outputs
-            end += 1
-        ends.append(end)
-    return ends
+    regions: dict[fx.Node, int] = {}
+    region = 0
+    for node in module.graph.nodes:
+        read = [x for x in node.all_input_nodes if x.op == "get_attr"]
+        addresses = [getattr(module, str(x.target)).data_ptr() for x in read]
+        region = max(region, *(owner.get(address, 0) for address in addresses), 0)
+        regions[node] = region
+    return regions

@@ -1,5 +1,5 @@
-"""A decode step that is made once: recorded as a program, or traced and compiled; on CUDA a CUDA
-graph of either.
+"""A decode step that is made once: recorded as a program, which may be compiled; on CUDA a CUDA
+graph of it.
 
 The step reads and writes fixed buffers, so it serves later tokens and later contexts too.
 """
@@ -12,13 +12,11 @@ from transformers import Cache
 
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.captured_step import CapturedStep
-from icl_patch.generation.decode_step import DecodeStep, RunStep, StepOutput
+from icl_patch.generation.decode_step import DecodeStep, StepOutput
 from icl_patch.generation.decoding import DecodeState
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.recorded_step import RecordedStep, warn_slower
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.attachment import forward_of_others
 from icl_patch.layers.device_hooks import has_accelerate_hooks, input_device
 from icl_patch.layers.patched_module import with_base
@@ -49,8 +47,7 @@ class ReusableStep:
 
     Args:
         state: a context in a dynamic cache. capacity: the largest number of tokens.
-        traced: whether it is traced and compiled, or recorded as a program.
-        on_source: gets the source of a program, see :class:`RecordedStep`.
+        compiled, on_source: as for :class:`RecordedStep`.
 
     Attributes:
         is_proven: whether its first token had the logits of a step in a growing cache.
@@ -66,7 +63,7 @@ class ReusableStep:
         state: DecodeState,
         capacity: int,
         *,
-        traced: bool,
+        compiled: bool,
         on_source: Callable[[str | None], None],
     ) -> None:
         assert isinstance(state.run, DecodeStep)
@@ -82,13 +79,8 @@ class ReusableStep:
                 slot=slot,
                 length=0,
             )
-            plan = state.run.plan
-            # a step that has the bits of its replay stays as it is
-            for_inductor = traced and not plan.keeps_bits
-            step = DecodeStep(plan, self.inputs, state.run.batch, for_inductor=for_inductor)
-            self.run: RunStep = TracedStep(step) if traced else RecordedStep(step, on_source)
-            if traced and current.is_cuda:
-                self.run = CapturedStep(self.run, current.device)
+            step = DecodeStep(state.run.plan, self.inputs, state.run.batch)
+            self.run = RecordedStep(step, on_source, compiled=compiled)
 
     def start_from(self, step_inputs: StepInputs) -> None:
         """Fill the buffers from inputs with a dynamic cache."""
@@ -160,7 +152,7 @@ def use_program(plans: StepPlans, state: DecodeState) -> Callable[[], None] | No
     if not few and state.run is not None and device.type in ("cpu", "cuda"):
         try:
             _check_recordable(plans.attached, state)
-            return use_reusable_step(plans, state, traced=False)
+            return use_reusable_step(plans, state, compiled=False)
         except (UnsupportedModelError, torch.OutOfMemoryError) as error:
             if str(error) not in plans.warned:
                 plans.warned.add(str(error))
@@ -191,7 +183,12 @@ def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
 
 
 def _first_run(
-    plans: StepPlans, step: ReusableStep, state: DecodeState, growing: DecodeStep
+    plans: StepPlans,
+    step: ReusableStep,
+    state: DecodeState,
+    growing: DecodeStep,
+    *,
+    compiled: bool,
 ) -> StepOutput:
     """Run a new step's first token, and compare its logits with those of the ``growing`` step,
     whose cache has no empty columns. A program with other logits is given up for that step.
@@ -209,17 +206,19 @@ def _first_run(
         state.run = step.run
         return output
     reason = f"its logits change by {error:.1g} in a cache with room for more tokens"
-    if isinstance(step.run, RecordedStep):
-        warn_slower(attached.model, step.inputs.current.device, reason)
-        plans.sources.append(None)
-        state.run, state.inputs = growing, growing.inputs
-        return expected
-    name = type(attached.model).__name__
-    raise UnsupportedModelError(f"compile does not cover {name}: {reason}")
+    plans.sources.append(None)
+    if compiled:
+        name = type(attached.model).__name__
+        raise UnsupportedModelError(f"compile does not cover {name}: {reason}")
+    warn_slower(attached.model, step.inputs.current.device, reason)
+    state.run, state.inputs = growing, growing.inputs
+    return expected
 
 
-def use_reusable_step(plans: StepPlans, state: DecodeState, *, traced: bool) -> Callable[[], None]:
-    """Let a context's steps run as a program, or ``traced`` and compiled; the step is taken from
+def use_reusable_step(
+    plans: StepPlans, state: DecodeState, *, compiled: bool
+) -> Callable[[], None]:
+    """Let a context's steps run as a program, perhaps ``compiled``; the step is taken from
     ``plans``, or made.
 
     No step serves two contexts at a time. The returned function gives the step back for later
@@ -228,15 +227,16 @@ def use_reusable_step(plans: StepPlans, state: DecodeState, *, traced: bool) -> 
     attached, kept = plans.attached, plans.reusable_steps
     assert isinstance(state.run, DecodeStep)
     capacity, model = bucketed_capacity(state.ids.shape[1]), attached.model
-    # a trace depends on the model's code, of which the plan is, and on its weights' addresses
+    # a program depends on the model's code, of which the plan is, and on its weights' addresses
     weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
-    key = (state.run.plan, len(state.ids), capacity, traced, *weights)
+    key = (state.run.plan, len(state.ids), capacity, compiled, *weights)
     step = kept.pop(key, None)
     if step is None:
-        step = ReusableStep(state, capacity, traced=traced, on_source=plans.sources.append)
+        step = ReusableStep(state, capacity, compiled=compiled, on_source=plans.sources.append)
     step.start_from(state.inputs)
     growing, state.inputs = state.run, step.inputs
-    state.run = step.run if step.is_proven else partial(_first_run, plans, step, state, growing)
+    first_run = partial(_first_run, plans, step, state, growing, compiled=compiled)
+    state.run = step.run if step.is_proven else first_run
 
     def release() -> None:
         # If a generation is abandoned, the garbage collector runs this in any thread: do not wait.

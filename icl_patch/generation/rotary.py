@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.checks import is_traced
 from icl_patch.models.table_override import TableOverride, file_override, overridden
 from icl_patch.recording.attached_block import AttachedBlock
 
@@ -26,8 +25,6 @@ def _fused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     form = (original, *((x.shape[1:], x.dtype) for x in args))
     if form not in _tried:
-        if is_traced():  # it would get the trial into the graph
-            return original(*args)
         _tried[form] = _has_same_bits(original, args)
     return ops.rotary_embedding(*args) if _tried[form] else original(*args)
 

@@ -11,15 +11,14 @@ the last block returns both.
 checked by a replay, see :class:`icl_patch.generation.plans.StepPlans`.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from icl_patch.checks import is_traced
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.step_inputs import StepInputs
 from icl_patch.generation.streams import (
@@ -105,8 +104,6 @@ class SharedCacheStreams:
         streams' logits, or those of the context stream.
         """
         self._slot = step_inputs.slot
-        if self._slot is None:  # the newest token is the last one, also in a full window
-            self._slot = step_inputs.current.new_full((1,), sys.maxsize)
         try:
             with attending(self._attend):
                 yield
@@ -115,8 +112,10 @@ class SharedCacheStreams:
 
     def _attend(self, call: AttentionCall) -> Tensor:
         """The attention of the rows with the context; that of both streams is kept."""
-        assert self._slot is not None
-        self._both = call.output(self._slot.clamp(max=call.value.shape[2] - 1))
+        slot = self._slot
+        if slot is None:  # the newest token is the last one, also in a full window
+            slot = torch.full((1,), call.value.shape[2] - 1, device=call.value.device)
+        self._both = call.output(slot)
         return self._both[: len(call.query)]
 
     def _doubled(self, module: nn.Module) -> Forward:
@@ -128,7 +127,7 @@ class SharedCacheStreams:
 
         def forward(x: Tensor) -> Tensor:
             both, self._both = self._both, None
-            if both is None or not (is_traced() or x.data_ptr() == both.data_ptr()):
+            if both is None or x.data_ptr() != both.data_ptr():
                 raise other_attention(self._model)
             return original(both.reshape(2, *x.shape))
 

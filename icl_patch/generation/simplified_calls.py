@@ -34,15 +34,14 @@ class Simplified:
 
     Left out are calls whose result is the same in every step, copies of what nobody changes, and
     what was computed before. Sums and products of rows are computed as rows, without the axes of
-    length 1 around them, which would cost a view before and behind. Where many parts of values are
-    put together, they are cut in one call.
+    length 1 around them, which would cost a view before and behind.
 
     Attributes:
-        calls: in order. outputs: the tensors and views that the program gives.
+        calls: in order. outputs: what the program gives; tensors that it makes are views.
         whole: how each value lies in its memory.
     """
 
-    def __init__(self, recorder: OperatorRecorder, outputs: Iterable[Any]) -> None:
+    def __init__(self, recorder: OperatorRecorder, outputs: list[Any]) -> None:
         self._values, self._written = recorder.values, recorder.written
         self.whole = [View.at(number, value) for number, value in enumerate(recorder.values)]
         self._instead: dict[int, View | Tensor] = {}
@@ -53,7 +52,7 @@ class Simplified:
         simplified = (call for x in recorder.calls for call in self._simplified(x))
         calls = grouped(simplified, self._is_written)
         calls = with_cache_writes(calls, self._values, self.whole, self._is_written)
-        self.outputs = [self._resolved(x) for x in outputs]
+        self.outputs: list[Any] = _with(self._resolved, outputs)
         needed = {x.value for x in self.outputs if isinstance(x, View)}
         self.calls: list[Call] = []
         for call in reversed(calls):
@@ -124,83 +123,54 @@ class Simplified:
             flat = [part.reshaped((part.elements,)) for part in joined]
             self.whole[number] = result.reshaped((result.elements,))
             yield replace(call, target=_aten.cat.default, args=(flat,))
-        elif same_dtype and self._are_cut_alike(parts):
-            yield from self._cut_together(call, number, parts)
+        elif same_dtype and self._are_whole(parts):
+            whole = [self.whole[part.value] for part in parts]
+            rows, *shape = whole[0].shape
+            self.whole[number] = result.reshaped((len(parts) * rows, *shape))
+            yield replace(call, target=_aten.cat.default, args=(whole,))
         else:
             yield self._of_rows(call)
-
-    def _cut_together(self, call: Call, number: int, parts: Sequence[View]) -> Iterator[Call]:
-        """The same part of each of many values, cut out of all of them together."""
-        result, part, whole = self.whole[number], parts[0], [self.whole[x.value] for x in parts]
-        rows = (len(parts) * whole[0].shape[0], *whole[0].shape[1:])
-        if part.elements == whole[0].elements:
-            self.whole[number] = result.reshaped(rows)
-            yield replace(call, target=_aten.cat.default, args=(whole,))
-            return
-        values = torch.cat([self._values[x.value].reshape(x.shape) for x in whole])
-        together = Call(_aten.cat.default, (whole,), {}, (len(self._values),), False)
-        self._values.append(values)
-        self.whole.append(View.at(len(self.whole), values))
-        if self._is_new(together):
-            yield together
-        joined = self._resolved(self.whole[-1])
-        assert isinstance(joined, View)
-        cut = replace(
-            joined,
-            shape=(len(parts), *part.shape),
-            stride=(whole[0].elements, *part.stride),
-            offset=part.offset - whole[0].offset,
-        )
-        self.whole[number] = result.reshaped(cut.shape)
-        contiguous = {"memory_format": torch.contiguous_format}
-        yield replace(call, target=_aten.clone.default, args=(cut,), kwargs=contiguous)
 
     @staticmethod
     def _are_contiguous(*parts: View | Tensor) -> bool:
         return all(isinstance(part, View) and part.is_contiguous for part in parts)
 
-    def _are_cut_alike(self, parts: Sequence[View]) -> bool:
-        """Whether these are the same part of each of many values."""
+    def _are_whole(self, parts: Sequence[View]) -> bool:
+        """Whether these are all of values of one shape."""
         whole = [self.whole[part.value] for part in parts]
-        return (
-            len(parts) > 2
-            and len({(*x.shape, x.offset) for x in whole}) == 1
-            and len({(*x.shape, x.offset) for x in parts}) == 1
-            and all(x.is_contiguous and x.shape for x in whole)
-        )
+        sizes = [x.elements for x in whole] == [x.elements for x in parts]
+        return sizes and len({x.shape for x in whole}) == 1 and bool(whole[0].shape)
 
     def _of_rows(self, call: Call) -> Call:
-        """The call without the axes along which its operands and its result have the length 1."""
-        number, result = call.made[0], self.whole[call.made[0] or 0]
-        is_cat = call.target is _aten.cat.default and call.args[1:] in ((), (0,))
+        """The call with its operands and its result as rows, (·, n). An operand has as many rows as
+        the result, or one.
+        """
+        number, is_cat = call.made[0], call.target is _aten.cat.default
         operands = list(call.args[0] if is_cat else call.args)
-        if not is_cat and not (call.target in SIGNS and len(operands) == 2):
-            return call
         views = [x if isinstance(x, View) else View.at(-1, x) for x in tensors_in(operands)]
-        size = result.shape
-        if call.kwargs or len(views) < 2 or not all(x.is_contiguous for x in (result, *views)):
+        if len(views) < 2 or call.kwargs or not (call.target in SIGNS or is_cat):
             return call
-        if not all(x.shape for x in views):  # one without axes has no say in the result's dtype
-            return call
-        axes = [a for a, n in enumerate(size) if n != 1 or a == len(size) - 1 or (is_cat and not a)]
-        if len(axes) == 1:
-            axes = [max(0, axes[0] - 1), *axes]
-        if len(axes) == len(size) or len(axes) != len({*axes}):
+        assert number is not None
+        result, joins = self.whole[number], is_cat and call.args[1:] in ((), (0,))
+        if not result.elements or not all(
+            x.is_contiguous
+            and x.shape[-1:] == result.shape[-1:] != ()
+            and (joins or x.elements in (result.elements, x.shape[-1]))
+            for x in (result, *views)
+        ):
             return call
 
         def rows(x: View | Tensor) -> View | Tensor:
-            padded = (*[1] * (len(size) - len(x.shape)), *x.shape)
-            short = tuple(padded[axis] for axis in axes)
+            short = (math.prod(x.shape[:-1]), x.shape[-1])
             return x.view(short) if isinstance(x, Tensor) else x.reshaped(short)
 
-        assert number is not None
-        if is_cat and not axes[0]:
+        if joins:
             dtype = self._values[number].dtype
             places = _places(operands)
             self._parts[number] = [x for x in places if self._values[x[1].value].dtype == dtype]
-        self.whole[number] = result.reshaped(tuple(size[axis] for axis in axes))
-        operands = [_with(rows, x) for x in operands]
-        return replace(call, args=(operands, *call.args[1:]) if is_cat else tuple(operands))
+        self.whole[number] = result.reshaped((math.prod(result.shape[:-1]), result.shape[-1]))
+        args = _with(rows, call.args)
+        return replace(call, args=args)
 
     def _is_constant(self, x: View | Tensor) -> bool:
         return isinstance(x, Tensor) and memory_of(x) in self._constant

@@ -7,7 +7,7 @@ the step that was recorded, for less than half of its time on the host, and its 
 happens to a token in each block.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,6 +28,7 @@ class StepProgram:
 
     Attributes:
         source: of the function.
+        function: runs a step; returns the values that :meth:`leaf` takes.
 
     Raises:
         RuntimeError: the step depends on numbers that it read on the host, or on random ones.
@@ -41,29 +42,23 @@ class StepProgram:
             stack.enter_context(NoHostReads())
             stack.enter_context(recorder)
             results = run()
-        outputs = [recorder.known(x) for x in results]
-        simplified = Simplified(recorder, [x for x in outputs if isinstance(x, (Tensor, View))])
-        left = iter(simplified.outputs)
-        # A leaf that is no tensor stays as it is.
-        self._leaves = [next(left) if isinstance(x, (Tensor, View)) else x for x in outputs]
+        simplified = Simplified(recorder, recorder.known(results))
+        self._leaves = simplified.outputs
         writing = Source(simplified.whole, names, tuple(sections))
         returned = sorted({x.value for x in self._leaves if isinstance(x, View)})
         self._place = {value: place for place, value in enumerate(returned)}
         self._whole = simplified.whole
         self.source = writing.function(simplified.calls, returned)
-        self._function = writing.compiled(self.source)
+        self.function = writing.compiled(self.source)
 
-    def __call__(self) -> tuple[Tensor, ...]:
-        """Run a step; returns what :meth:`leaf` takes."""
-        made: tuple[Tensor, ...] = self._function()
-        return made
-
-    def leaf(self, made: tuple[Tensor, ...], number: int) -> Any:
+    def leaf(self, values: Sequence[Tensor], number: int) -> Any:
         """An output of a step, by its number."""
         leaf = self._leaves[number]
         if not isinstance(leaf, View):
             return leaf
-        whole = made[self._place[leaf.value]]
-        if leaf == self._whole[leaf.value]:
+        whole, place = values[self._place[leaf.value]], self._whole[leaf.value]
+        if leaf == place:
             return whole
-        return whole.as_strided(leaf.shape, leaf.stride, leaf.offset)
+        # the values may have been copied, to another place in their memory
+        offset = whole.storage_offset() + leaf.offset - place.offset
+        return whole.as_strided(leaf.shape, leaf.stride, offset)

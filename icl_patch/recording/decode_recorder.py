@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,33 @@ from icl_patch.recording import block_math
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.block_recorder import Arguments, BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, Note
-from icl_patch.recording.memory import same_place
+
+
+@dataclass(eq=False)
+class WriterToStart:
+    """A writer that gets its factors later: a stable one at the norm that reads its output, an
+    exact one after the pass. Then it is a
+    :class:`~icl_patch.recording.block_recorder.WriterToClose`.
+
+    Attributes:
+        layer, h, y: the output matrix, and its input (2B, 1, K) and plain output (2B, 1, d) of both
+            streams.
+        dtype: of its output.
+        norm: the norm that reads the output, of a scale writer.
+    """
+
+    layer: PatchedLinear
+    h: Tensor
+    y: Tensor
+    dtype: torch.dtype
+    norm: PatchedRMSNorm | None = None
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Writers with equal forms can get their factors in one call."""
+        shapes = self.h.shape, self.y.shape, self.h.dtype, self.y.dtype, self.dtype
+        norm = self.norm
+        return (*shapes, *(() if norm is None else (norm.eps, norm.cast_first, norm.scale_offset)))
 
 
 class DecodeRecorder(BlockRecorder):
@@ -42,8 +68,6 @@ class DecodeRecorder(BlockRecorder):
             0, 1, …
         receives_norm_input: whether the norm before the MLP calls ``on_norm_pair``, in place of
             a hook on the residual stream.
-        for_inductor: whether the operations between the products are torch's own, each on both
-            streams at once, so that a compiler can fuse them.
     """
 
     def __init__(
@@ -53,14 +77,13 @@ class DecodeRecorder(BlockRecorder):
         patch_index: Tensor,
         *,
         receives_norm_input: bool = False,
-        for_inductor: bool = False,
     ) -> None:
         super().__init__(block, update, None, BlockActivations())
         self.notes: list[Note] = []
-        # of readers that were recorded with one before them: the input, y and u
-        self._recorded: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.patch_index, self.shape = patch_index.to(block.device), (len(patch_index) // 2, 1)
-        self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
+        self.receives_norm_input = receives_norm_input
+
+    to_start: WriterToStart | None = None
 
     def hook(self, stack: ExitStack) -> None:
         """See the residual stream: through the norm before the MLP, if it gives both streams."""
@@ -80,22 +103,10 @@ class DecodeRecorder(BlockRecorder):
         """Call a method of the block's diagnostics later."""
         self.notes.append(Note(method, arguments))
 
-    def unflat(self, x: Tensor) -> Tensor:
-        """Rows (B, ...) as (B, 1, ...); faster than the base's."""
-        return x.unsqueeze(1)
-
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both streams, (B, 1, ·) each."""
         x = x.reshape(-1, 1, x.shape[-1])
         return x[: self.rows], x[self.rows :]
-
-    def read_direction(self, z: Tensor) -> ops.Direction:
-        """Of the rows without the context, (M, K)."""
-        if not self.for_inductor:
-            return block_math.read_direction(rows_of(z)[self.rows :])
-        v, inverse, coeff = block_math.read_direction(rows_of(z), for_inductor=True)
-        assert coeff is not None
-        return ops.Direction(v[self.rows :], inverse[self.rows :], coeff[self.rows :])
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
         """Both streams' outputs in one product, which reads W once."""
@@ -104,62 +115,48 @@ class DecodeRecorder(BlockRecorder):
             return super().reader(name, layer, z)
         rows = rows_of(z)
         self.direction_of(rows)
-        known = self._recorded.pop(name, None)
-        if known is None or not same_place(known[0], z):
-            known = self._record_from(name, linear, z, rows)
-        _, output, u = known
-        self.keep_pair(name, layer, output, self.unflat(u))
-        return like_rows_of(z, output)
-
-    def _record_from(
-        self, name: str, linear: tuple[Tensor, Tensor | None], z: Tensor, rows: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """z, and y and u of reader ``name``; ``rows`` is z as rows. In Triton's kernels other
-        readers of z that come after it are recorded with it, and kept until they are called.
-        """
-        assert self.row_direction is not None
-        maps, apart, names = {name: linear}, self.spec.separately_normed, list(self.block.readers)
-        # without Triton, looking for others would only take time
-        together = ops.has_triton(z.device.type)
-        for other in names[names.index(name) + 1 :] if together else ():
-            layer = self.block.readers[other]
-            further = layer.linear_map(z)
-            if type(layer) is PatchedLinear and further and not {name, other} & {*apart}:
-                maps[other] = further
-        recorded = ops.record_linears(rows, list(maps.values()), direction=self.row_direction)
-        self._recorded = {reader: (z, *pair) for reader, pair in zip(maps, recorded, strict=True)}
-        return self._recorded.pop(name)
+        pair, u, _ = ops.record_linear(rows, *linear, direction=self.row_direction)
+        self.keep_pair(name, layer, pair, self.unflat(u))
+        return like_rows_of(z, pair)
 
     def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
         """Keep a reader's factors, and both streams' outputs (2B, N)."""
         self.keep_factors(name, layer, u)
         self.note(BlockDiagnostics.reader_pair, pair, u)
 
+    def start_later(self, layer: PatchedLinear, h: Tensor) -> Tensor:
+        """The plain output of an output matrix, whose factors are computed later."""
+        plain, dtype = layer.unpatched_output(h, self.rows)
+        h, y = (x.reshape(-1, 1, x.shape[-1]) for x in (h, plain))
+        self.to_start = WriterToStart(layer, h, y, dtype)
+        return plain
 
-class BeforeNorm(NamedTuple):
-    """An output matrix whose output a norm reads: the module, its input (B, K) without the context,
-    and both streams' plain output (2B, d), which is to be rounded to ``dtype``.
-    """
-
-    layer: PatchedLinear
-    h: Tensor
-    plain: Tensor
-    dtype: torch.dtype
+    def keep_stable(
+        self,
+        norm: PatchedRMSNorm,
+        u: Tensor,
+        v: Tensor,
+        inverse: Tensor,
+        status: Tensor,
+        new_scale: Tensor,
+    ) -> None:
+        """Keep the factors (B, 1, ·) of a scale writer and its matrix."""
+        assert self.to_start is not None
+        self.note(BlockDiagnostics.inversion, status)
+        self.refuse_zero(inverse, u)
+        self.keep(self.to_start.layer, u=u, v=v)
+        self.keep(norm, new_scale=new_scale)
 
 
 class InexactDecodeRecorder(DecodeRecorder):
     """The recorder of a step of the direct or stable update."""
-
-    _before_norm: BeforeNorm | None = None
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output; a weight writer's in one product, which reads W once. The
         plain output where :meth:`norm` computes all that is behind it.
         """
         if self._ends_in_norm(layer, h):
-            plain, dtype = layer.unpatched_output(h, self.rows)
-            self._before_norm = BeforeNorm(layer, rows_of(h)[self.rows :], rows_of(plain), dtype)
-            return plain
+            return self.start_later(layer, h)
         linear = layer.linear_map(h)
         if self.spec.writer is not Writer.WEIGHT or self.spec.mixer or linear is None:
             return super().down(layer, h)
@@ -193,53 +190,21 @@ class InexactDecodeRecorder(DecodeRecorder):
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """Both streams' outputs, with the matrix and the scale of the update."""
-        if self._before_norm is None:
+        if (down := self.to_start) is None:
             return super().norm(layer, x)
-        down, h, plain, dtype = self._before_norm
         found = ops.record_norm(
-            plain,
-            h,
+            rows_of(down.y),
+            rows_of(down.h)[self.rows :],
             rows_of(self.writer_target()),
             weight_of(layer.base_layer),
             layer.eps,
-            out_dtype=dtype,
+            out_dtype=down.dtype,
             scale_offset=layer.scale_offset,
             cast_first=layer.cast_first,
         )
-        u, v, inverse, new_scale, status = map(
-            self.unflat, (found.u, *found.direction[:2], found.new_scale, found.status)
-        )
-        self.note(BlockDiagnostics.inversion, status)
-        self.refuse_zero(inverse, u)
-        self.keep(down, u=u, v=v)
-        self.keep(layer, new_scale=new_scale)
+        parts = found.u, *found.direction[:2], found.status, found.new_scale
+        self.keep_stable(layer, *map(self.unflat, parts))
         return like_rows_of(x, found.y_pair)
-
-
-@dataclass(eq=False)
-class WriterToStart:
-    """An exact writer that gets the factors that it starts from after the pass. Then it is a
-    :class:`~icl_patch.recording.block_recorder.WriterToClose`.
-
-    Attributes:
-        layer, h, y: the output matrix, and its input (B, 1, K) and plain output (B, 1, d) without
-            the context.
-        dtype: of its output.
-        norm: the norm that reads the output, of a scale writer.
-    """
-
-    layer: PatchedLinear
-    h: Tensor
-    y: Tensor
-    dtype: torch.dtype
-    norm: PatchedRMSNorm | None = None
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """Writers with equal forms can get their factors in one call."""
-        shapes = self.h.shape, self.y.shape, self.h.dtype, self.y.dtype, self.dtype
-        norm = self.norm
-        return (*shapes, *(() if norm is None else (norm.eps, norm.cast_first, norm.scale_offset)))
 
 
 class ExactDecodeRecorder(DecodeRecorder):
@@ -252,8 +217,9 @@ class ExactDecodeRecorder(DecodeRecorder):
     """
 
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
-    residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
-    to_start: WriterToStart | None = None
+    total: Tensor | None = None  # (2B, 1, d), the block's sum of both streams
+    # (B, 1, d), all that the block adds to its writer's output, if it is not the reduced sum
+    residual: Tensor | None = None
 
     def __init__(self, *arguments: Any, writer_first: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -292,11 +258,10 @@ class ExactDecodeRecorder(DecodeRecorder):
             starts_later = layer.group is None
         if not starts_later or self.delta is None:
             return super().down(layer, h)
-        plain, dtype = layer.unpatched_output(h, self.rows)
-        y_ctx, y = self.split(plain)
-        # alike blocks are written at once, at the end
-        self.to_start = WriterToStart(layer, self.split(h)[1], y, dtype)
-        return self.join(y_ctx.to(dtype), torch.zeros_like(y, dtype=dtype), plain)
+        plain = self.start_later(layer, h)  # of alike blocks at once
+        assert self.to_start is not None
+        y_ctx, y = (part.to(self.to_start.dtype) for part in self.split(plain))
+        return self.join(y_ctx, torch.zeros_like(y), plain)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """The scale writer's output with the context, and 0 for the rows without it."""
@@ -304,24 +269,6 @@ class ExactDecodeRecorder(DecodeRecorder):
             return super().norm(layer, x)
         self.to_start.norm = layer
         return self._with_context_alone(layer, x)
-
-    def keep_stable(
-        self,
-        norm: PatchedRMSNorm,
-        u: Tensor,
-        v: Tensor,
-        inverse: Tensor,
-        status: Tensor,
-        new_scale: Tensor,
-        gain: Tensor,
-    ) -> None:
-        """Keep the factors (B, 1, ·) of a scale writer; its scale m' is still to be chosen."""
-        assert self.to_start is not None
-        self.note(BlockDiagnostics.inversion, status)
-        self.refuse_zero(inverse, u)
-        self.keep(self.to_start.layer, u=u, v=v)
-        self.keep(norm, new_scale=new_scale)
-        self.postpone(torch.zeros_like(gain), gain, norm, "new_scale")
 
     def written(self, _layer: PatchedLinear, _h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         """0: the factor is chosen after the pass."""
@@ -353,12 +300,13 @@ class ExactDecodeRecorder(DecodeRecorder):
 
     def on_end(self, total: Tensor) -> None:
         """Take the block's sum of both streams: the target, and the residual."""
-        self.context.output, self.residual = self.split(total)
+        self.total = total.reshape(-1, 1, total.shape[-1])
+        self.context.output, _ = self.split(total)
         beside = self._beside if self.spec.writer is not Writer.SCALE else None
         if beside is not None or self._writer_first:
             # the model has rounded the sum of these terms; their replay adds them in fp64
             self.residual = reduce(torch.add, [part.double() for _, part in self._residuals])
-        if beside is not None:
+        if self.residual is not None and beside is not None:
             self.residual = self.residual + self.spec.residual_multiplier * beside.double()
 
 
@@ -372,10 +320,9 @@ def close_blocks(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
     _start_together([recorder for recorder in recorders if recorder.to_start is not None])
     for _, group in groupby(recorders, _form):
         alike = list(group)
-        closed = _closed(alike)
-        for recorder, part in zip(alike, closed, strict=True):
-            assert recorder.residual is not None
-            recorder.keep_closed(part.factor, part.misses, recorder.residual)
+        residuals, closed = _closed(alike)
+        for recorder, residual, part in zip(alike, residuals, closed, strict=True):
+            recorder.keep_closed(part.factor, part.misses, residual)
             misses.append(part.misses.squeeze(1))
     return torch.stack(misses)
 
@@ -385,7 +332,8 @@ def _start_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
     for _, group in groupby(recorders, lambda x: x.to_start and x.to_start.form):
         alike = list(group)
         writers = [recorder.to_start for recorder in alike if recorder.to_start is not None]
-        h, y = (torch.stack(parts) for parts in zip(*((x.h, x.y) for x in writers), strict=True))
+        both = zip(*((x.h, x.y) for x in writers), strict=True)
+        h, y = (torch.stack(parts)[:, alike[0].rows :] for parts in both)
         target = torch.stack([recorder.writer_target() for recorder in alike])
         norms = [x.norm for x in writers if x.norm is not None]
         if norms:
@@ -417,32 +365,39 @@ def _start_scales(
     dtype = recorders[0].to_start.dtype
     u = block_math.move_off_zero(u, v, y, h, dtype)
     gain = first.normalize(block_math.add_rank_one(y, h, u, v, dtype))
-    parts = (u, v, inverse, status, new_scale, gain)
-    for recorder, norm, *factors in zip(recorders, norms, *parts, strict=True):
+    parts = (u, v, inverse, status, new_scale)
+    for recorder, norm, own, *factors in zip(recorders, norms, gain, *parts, strict=True):
         recorder.keep_stable(norm, *factors)
+        recorder.postpone(torch.zeros_like(own), own, norm, "new_scale")
 
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
     """Equal for blocks that can be closed in one call."""
     writer = recorder.to_close
-    assert writer is not None and recorder.residual is not None
-    shapes = (writer.base.shape, writer.gain.shape, recorder.residual.shape)
-    return (*shapes, recorder.residual.dtype, recorder.spec.residual_multiplier)
+    assert writer is not None and recorder.total is not None
+    shapes = (writer.base.shape, writer.gain.shape, recorder.total.shape)
+    dtypes = recorder.total.dtype, recorder.residual is None
+    return (*shapes, *dtypes, recorder.spec.residual_multiplier)
 
 
-def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[block_math.Closed]:
-    """:func:`icl_patch.recording.block_math.close` of blocks of one form."""
+def _closed(alike: Sequence[ExactDecodeRecorder]) -> tuple[Tensor, list[block_math.Closed]]:
+    """The residuals (L, B, 1, d) of blocks of one form, and
+    :func:`icl_patch.recording.block_math.close` of these blocks.
+    """
 
     def stacked(parts: Iterable[Tensor | None]) -> Tensor:
         return torch.stack([part for part in parts if part is not None])
 
     writers = [recorder.to_close for recorder in alike if recorder.to_close is not None]
+    target, residual = stacked(recorder.total for recorder in alike).chunk(2, 1)
+    if alike[0].residual is not None:
+        residual = stacked(recorder.residual for recorder in alike)
     closed = block_math.close(
-        target=stacked(recorder.context.output for recorder in alike),
-        residual=stacked(recorder.residual for recorder in alike),
+        target=target,
+        residual=residual,
         base=stacked(part.base for part in writers),
         gain=stacked(part.gain for part in writers),
         started_from=stacked(part.factor for part in writers),
         branch=alike[0].spec.residual_multiplier,
     )
-    return [block_math.Closed(*part) for part in zip(*closed, strict=True)]
+    return residual, [block_math.Closed(*part) for part in zip(*closed, strict=True)]

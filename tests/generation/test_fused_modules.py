@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from icl_patch import ContextPatcher, metrics, ops
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation import one_pass_plan, traced_step
+from icl_patch.generation import one_pass_plan, recorded_step
 from icl_patch.generation.decode_mode import DecodeMode
 from icl_patch.generation.decoding import decode_one_token
 from icl_patch.generation.fused_modules import NormBefore, fused_modules
@@ -116,7 +116,7 @@ def test_without_a_context_nothing_changes(
     """Both streams have the same bits where they see the same: from the smallest delta a stable
     update makes one of finite size.
     """
-    monkeypatch.setattr(traced_step, "in_regions", lambda module, blocks, **_: module)
+    monkeypatch.setattr(recorded_step, "in_regions", lambda function, *_, **_options: function)
     ids = tokens(0, 2, 1) % tiny_models.VOCABULARY
     if compiled:  # tracing takes seconds, and the dtype changes nothing of a graph but its dtypes
         cases = {torch.float32: ("two_stream",), torch.bfloat16: ("shared_cache",)}

@@ -389,7 +389,7 @@ def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> Non
         for part in (slice(0, 5), slice(4, 5)):
             mode = DecodeMode.TWO_STREAM
             state = prefilled(patcher, ids[:, part], mask[:, part], 12, mode, reserve=False)
-            use_reusable_step(patcher.plans, state, traced=False)
+            use_reusable_step(patcher.plans, state, compiled=False)
             token_ids = ids[:, -1]
             for logits in generated_logits(model, ids[:, part], mask[:, part], **GREEDY):
                 step = decode_one_token(state, token_ids)

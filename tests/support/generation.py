@@ -81,10 +81,10 @@ def spoil_closing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """From now on one pass chooses a factor of this block that is off, and counts the miss."""
     own = decode_recorder._closed
 
-    def spoilt(alike: list) -> list[block_math.Closed]:
-        closed = own(alike)
+    def spoilt(alike: list) -> tuple[Tensor, list[block_math.Closed]]:
+        residuals, closed = own(alike)
         closed[block].factor[0, 0, 5] += 1.0
         closed[block].misses[0, 0] += 1
-        return closed
+        return residuals, closed
 
     monkeypatch.setattr(decode_recorder, "_closed", spoilt)

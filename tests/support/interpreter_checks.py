@@ -5,19 +5,18 @@ a tuned configuration has to pass. ``test_kernels.py`` runs it with :mod:`kernel
 from collections.abc import Iterable
 from signal import SIGSEGV
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from support import attention, interpreter, norm_recording, op_calls
-from support.backend_checks import MODELS, check_model
+from support.backend_checks import check_model
 from support.compiled import needs_compiler
 from support.guard_pages import status_of_child
 from support.numeric import same_bits
 
-from icl_patch import ContextPatcher, kernels, ops
+from icl_patch import ops
 from icl_patch.bench import tuning
 from icl_patch.generation.step_program import StepProgram
 from icl_patch.kernels.runtime.config import Config
@@ -79,28 +78,25 @@ def test_a_program_writes_the_token_in_the_attentions_launches() -> None:
         x.mul_(-1)
         expected, held = step(), (key.clone(), value.clone())
         key[:, :, 2], value[:, :, 2] = torch.nan, torch.nan
-        assert same_bits(program.leaf(program(), 0), expected)
+        assert same_bits(program.leaf(program.function(), 0), expected)
         assert all(map(same_bits, (key, value), held))
 
 
-@pytest.mark.stress
 def test_readers_share_a_launch() -> None:
-    """Gate and up are recorded together, and the patch has the bits that it has without."""
-    ids = torch.randint(1, 90, (1, 4))
-    with ContextPatcher(MODELS["llama"](), "stable") as patcher:
+    """A step's program records gate and up together, with the bits that they have alone."""
+    x, weights = torch.randn(2, 5), [torch.randn(3, 5), torch.randn(3, 5)]
 
-        def factors() -> dict[str, torch.Tensor]:
-            (step,) = patcher.generate(ids, max_new_tokens=1, mode="two_stream")
-            return dict(step.patch.layers[0])
+    def step() -> torch.Tensor:
+        z = x * 2
+        direction = ops.read_direction(z[1:])
+        pairs = [ops.record_linear(z, weight, direction=direction)[:2] for weight in weights]
+        return torch.cat([part for pair in pairs for part in pair])
 
-        patcher.plans.choose("two_stream")  # which is tried now
-        with patch.object(kernels, "record_linears", wraps=kernels.record_linears) as grouped:
-            together = factors()
-        with patch.object(ops, "has_triton", lambda _: False):
-            apart = factors()
-    assert [len(call.args[1]) for call in grouped.call_args_list] == [2]
-    assert together.keys() == apart.keys()
-    assert all(torch.equal(factor, apart[name]) for name, factor in together.items())
+    with torch.no_grad():
+        program = StepProgram(lambda: [step()], {}, ())
+        assert program.source.count("record_linears(") == 1
+        x.mul_(-3)
+        assert torch.equal(program.leaf(program.function(), 0), step())
 
 
 MORE_MODELS = [
