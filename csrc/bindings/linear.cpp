@@ -94,6 +94,7 @@ Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>
   call.z = matrix("z", z, z, call.all, z.size(1));
   set_weight(call, weight);
   if (bias) {
+    check("bias", *bias, z, {call.n});
     call.bias = matrix("bias", *bias, z, 1, call.n);
     STD_TORCH_CHECK(call.bias.dtype == call.z.dtype, "expected bias in z's dtype");
   }

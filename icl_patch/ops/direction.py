@@ -18,16 +18,12 @@ class Direction(NamedTuple):
     coeff: Tensor | None = None
 
 
-def read_direction(
-    z: Tensor, dtype: torch.dtype | None = None, *, for_inductor: bool = False
-) -> Direction:
+def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> Direction:
     """``v = z / ‖z‖²``, the vector with ``v·z = 1``, and ``1/‖z‖²``, summed in fp64.
 
     Args:
         z: (..., K) float.
         dtype: the results' dtype, fp32 or fp64; fp32 by default (fp64 for fp64 ``z``).
-        for_inductor: use torch's own operations, which a compiler can fuse with neighbouring ones,
-            and compute the coefficients too.
 
     Returns:
         Direction(v, inverse_norm2, coeff). If z = 0, no such vector exists: v and inverse_norm2 are
@@ -46,11 +42,7 @@ def read_direction(
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"expected dtype torch.float32 or torch.float64, got {dtype}")
     rows = z if len(shape) == 2 else z.unsqueeze(0).flatten(0, -2)
-    if for_inductor:
-        v, inverse = reference.read_direction(rows, dtype)
-        direction = Direction(v, inverse, (rows.to(dtype) * v).sum(-1, keepdim=True))
-    else:
-        direction = Direction(*_read_direction(rows, dtype == torch.float64))
+    direction = Direction(*_read_direction(rows, dtype == torch.float64))
     if len(shape) == 2:
         return direction
     v, inverse, coeff = direction

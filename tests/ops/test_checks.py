@@ -46,6 +46,7 @@ ERRORS = {
             ({"weight": ONES(4, 5).bfloat16()}, TypeError, "weight in z's dtype, got torch.bfl"),
             ({"weight": META}, ValueError, "expected weight on cpu, got meta"),
             ({"bias": ONES(5)}, ValueError, f"expected bias (N), {KNOWN}, got (5,)"),
+            ({"bias": ONES(1, 4)}, ValueError, f"expected bias (N), {KNOWN}, got (1, 4)"),
             ({"bias": ONES(4).half()}, TypeError, "expected bias in z's dtype, got torch.float16"),
             ({"u": ONES(3, 5)}, ValueError, f"u (M, N) or (P, R, N), {KNOWN}, got (3, 5)"),
             ({"u": None}, ValueError, "expected both u and v, or neither of them and no index"),
