@@ -201,7 +201,7 @@ def test_the_prose_about_memory_and_speed_has_the_committed_numbers() -> None:
     rows = re.findall(r"^\| ([\w.-]+) \| (\d+) \| .* \| ([\d.]+)× \| \S+ \|$", table, re.M)
     on_a_gpu = {(model, batch): ratio for model, batch, ratio in rows}
     assert on_a_gpu.pop(("Llama-3-8B", "1")) == "1.00"
-    span = f"take {min(on_a_gpu.values())} to {max(on_a_gpu.values())} times their compiled step"
+    span = f"took {min(on_a_gpu.values())} to {max(on_a_gpu.values())} times theirs"
     assert span in prose
     file = json.loads(text_of("bench/results/generation-nvidia-h100-80gb-hbm3.json"))
     name = "exact, compile=True"
