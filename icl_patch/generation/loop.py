@@ -258,7 +258,7 @@ def _loop(
             check_length(model, int(lengths.max()), new)
             check_one_side(model, lengths, new - 1)  # the last token is not run
             if compile is True:
-                check_compilable(attached, traced=True)
+                check_compilable(attached)
             plan = plans.choose(mode, one_pass=compile is True)
             state = start_decoding(
                 attached,

@@ -112,10 +112,8 @@ def bucketed_capacity(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def check_compilable(attached: AttachedModel, *, traced: bool) -> None:
-    """Raises UnsupportedModelError unless a step of the model can be made once: ``traced`` and
-    compiled, or recorded as a program.
-    """
+def check_compilable(attached: AttachedModel) -> None:
+    """Raises UnsupportedModelError unless a step of the model can be made once."""
     model, blocks, exact = attached.model, attached.blocks, attached.update == "exact"
     device = input_device(model)
     reasons = {
@@ -129,9 +127,6 @@ def check_compilable(attached: AttachedModel, *, traced: bool) -> None:
         ),
         "exact steps with experts as a CUDA graph: the host reads how many rows one has": (
             device.type == "cuda" and exact and any(block.experts for block in blocks)
-        ),
-        "exact steps of blocks that go on from their sum, which a tensor of another type reports": (
-            traced and exact and any(block.spec.continues_after_sum for block in blocks)
         ),
         "it attends to the tokens that score highest, and of equal scores a cache with room for"
         " more tokens may choose others": chooses_tokens(model),
@@ -163,7 +158,7 @@ def use_program(plans: StepPlans, state: DecodeState) -> Callable[[], None] | No
 
 def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
     """Raises UnsupportedModelError unless the steps of a context can run as a program."""
-    check_compilable(attached, traced=False)
+    check_compilable(attached)
     for path, module in attached.model.named_modules():
         for part in with_base(module):
             if forward_of_others(part) is not None:
