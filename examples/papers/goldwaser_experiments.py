@@ -82,13 +82,14 @@ def measure(
             patch = attached.compute_from(cache, sequences).patch
             for name, variant in variants.items():
                 errors[name].append(errors_of(variant(patcher, plain, patch), logits))
+            head = sequences.ids.shape[1]
+            absorbed = sequences.absorbed.index_fill(1, torch.tensor(head - 1), True)
             sequences = replace(
                 sequences,
-                head_ids=sequences.ids,
-                head_mask=sequences.mask,
-                head_absorbed=F.pad(sequences.head_absorbed, (0, 1), value=True),
-                tail_ids=tokens.unsqueeze(1),
-                tail_mask=torch.ones_like(sequences.tail_mask),
+                ids=torch.cat([sequences.ids, tokens.unsqueeze(1)], 1),
+                mask=F.pad(sequences.mask, (0, 1), value=True),
+                absorbed=F.pad(absorbed, (0, 1)),
+                head=head,
             )
     return {name: torch.stack(found, 1) for name, found in errors.items()}
 

@@ -125,7 +125,7 @@ def _noise(
     model: AttachedModel, cache: Any, sequences: Sequences, stepwise: bool
 ) -> dict[str, Outcome]:
     """The unmodified model on the same tokens in other calls, see :data:`NOISE`."""
-    width, found = sequences.tail_ids.shape[1], {}
+    width, found = sequences.ids.shape[1] - sequences.head, {}
     with observe(model.blocks) as activations:
         logits = model.model(input_ids=sequences.ids, use_cache=False, logits_to_keep=width).logits
     found["no cache"] = logits, activations

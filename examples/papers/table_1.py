@@ -104,7 +104,7 @@ def sequences_of(ragged: bool, copies: int = 1) -> dict[str, Any]:
 def baseline(model: Any, ragged: bool, copies: int) -> torch.Tensor:
     """The unmodified model's logits of the kept tokens; token by token if it is recurrent."""
     sequences = assemble(**sequences_of(ragged, copies))
-    cache, width = kv_cache.new_cache(model), sequences.tail_ids.shape[1]
+    cache, width = kv_cache.new_cache(model), sequences.ids.shape[1] - sequences.head
     forward_passes.run_head(model, sequences, cache)
     step = 1 if is_recurrent(model) else width
     parts = [slice(start, start + step) for start in range(0, width, step)]

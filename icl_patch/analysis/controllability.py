@@ -145,7 +145,7 @@ def controllability(
         violations = attached.compute(sequences).violations
     except ControllabilityError as error:
         violations = error.violations
-    mask = sequences.tail_mask[:, sequences.kept_columns]
+    mask = sequences.mask[:, sequences.kept_slots]
     return Controllability(
         BlockControllability(block.block, mask, failed)
         for block, failed in zip(attached.blocks, violations, strict=True)

@@ -149,7 +149,7 @@ def grow(
     :meth:`icl_patch.ContextPatcher.dynamics`.
     """
     # the longest first, which shows at once whether the model takes it
-    stops = range(sequences.head_ids.shape[1], start - 1, -1)
+    stops = range(sequences.head, start - 1, -1)
     grown = [
         attached.compute(_up_to(sequences, stop)).patch.select(layers=layers) for stop in stops
     ]
@@ -158,8 +158,11 @@ def grow(
 
 def _up_to(sequences: Sequences, stop: int) -> Sequences:
     """Sequences with the first columns of their heads alone."""
-    names = ("head_ids", "head_mask", "head_absorbed")
-    return replace(sequences, **{name: getattr(sequences, name)[:, :stop] for name in names})
+    columns = [*range(stop), *range(sequences.head, sequences.ids.shape[1])]
+    ids, mask, absorbed = (
+        x[:, columns] for x in (sequences.ids, sequences.mask, sequences.absorbed)
+    )
+    return replace(sequences, ids=ids, mask=mask, absorbed=absorbed, head=stop)
 
 
 # Appendix E: the context is absorbed from its first token on, and the rest of it stays

@@ -108,7 +108,7 @@ def sequences_at(
         kept_mask=mask[:, cut:],
         keep_first=keep_first,
     )
-    further = over_columns(inputs, sequences.head_ids.shape[1])
+    further = over_columns(inputs, sequences.head)
     return with_media(model, sequences, further), further
 
 

@@ -5,7 +5,7 @@ Shapes: B rows, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -94,15 +94,14 @@ class DecodeStep:
         """Run the current token."""
         attached, step_inputs = self.plan.attached, self.inputs
         model: Any = attached.model
-        kind: Any = InexactDecodeRecorder
-        if self.plan.exact:
-            kind = partial(ExactDecodeRecorder, writer_first=self.plan.writer_first)
+        kind: Any = ExactDecodeRecorder if self.plan.exact else InexactDecodeRecorder
         recorders = [
             kind(
                 block,
                 attached.update,
                 self._patch_index,
                 receives_norm_input=block in self._norm_receivers,
+                writer_first=self.plan.writer_first,
             )
             for block in attached.blocks
         ]

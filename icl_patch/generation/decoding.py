@@ -142,7 +142,7 @@ def start_decoding(
         sequences = replace(sequences, media=media._replace(head=media.head[..., :-1]))
 
     def fill(head: Sequences) -> Cache:
-        cache = attached.prefill(head, **over_columns(model_inputs, head.head_ids.shape[1]))
+        cache = attached.prefill(head, **over_columns(model_inputs, head.head))
         if reserve:
             kv_cache.reserve(cache, capacity)
         return cache
@@ -305,7 +305,7 @@ def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], Cont
             layers,
             calls,
             logits,
-            live,
+            patch.kept_mask & live,
             identical=exact,
         )
         return patch

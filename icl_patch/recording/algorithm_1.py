@@ -8,7 +8,7 @@ once; as a matrix, a change serves a single token.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -240,15 +240,14 @@ def _observed(
 ) -> Iterator[None]:
     """Within this context ``observe`` gets the rows (T, K) at every place of every block."""
 
-    def hook(merge: _Merge, place: str) -> Callable[..., None]:
-        def called(_module: Any, args: Any, kwargs: Any, out: Any = None) -> None:
-            x = first_tensor((*args, kwargs) if place.startswith("input") else out)
-            assert x is not None
-            if x.shape[:-2].numel() != 1:
-                raise ValueError(f"expected runs of one row, got {x.shape[:-2].numel()}")
-            observe(merge, place, x.flatten(0, -2))
-
-        return called
+    def called(
+        merge: _Merge, place: str, _module: Any, args: Any, kwargs: Any, out: Any = None
+    ) -> None:
+        x = first_tensor((*args, kwargs) if place.startswith("input") else out)
+        assert x is not None
+        if x.shape[:-2].numel() != 1:
+            raise ValueError(f"expected runs of one row, got {x.shape[:-2].numel()}")
+        observe(merge, place, x.flatten(0, -2))
 
     with ExitStack() as hooks:
         for merge in merges:
@@ -257,5 +256,6 @@ def _observed(
                 module = merge.module.get_submodule(path)
                 kind = "forward_pre_hook" if side == "input" else "forward_hook"
                 register = getattr(module, f"register_{kind}")
-                hooks.callback(register(hook(merge, place), with_kwargs=True).remove)
+                hook = partial(called, merge, place)
+                hooks.callback(register(hook, with_kwargs=True).remove)
         yield

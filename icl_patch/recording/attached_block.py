@@ -34,6 +34,7 @@ from icl_patch.recording.sequences import Sequences
 
 # the factors of one block by name, see icl_patch.models.block_spec.BlockSpec.factor_names
 Factors = dict[str, Tensor]
+Hook = Callable[[Tensor], Tensor | None]
 
 
 @dataclass
@@ -54,13 +55,9 @@ class BlockActivations:
     written: Tensor | None = None
     output: Tensor | None = None
 
-    def part(self, columns: Tensor | slice) -> "BlockActivations":
+    def part(self, columns: list[int] | slice) -> "BlockActivations":
         """The activations of some of the tokens."""
-
-        def columns_of(x: Tensor) -> Tensor:
-            return x[:, columns.to(x.device) if isinstance(columns, Tensor) else columns]
-
-        part: BlockActivations = tree_map_only(Tensor, columns_of, self)
+        part: BlockActivations = tree_map_only(Tensor, lambda x: x[:, columns], self)
         return part
 
 
@@ -232,11 +229,15 @@ class AttachedBlock:
                 " no others"
             )
         self.off()
+        last = self.down if self.post_norm is None else None  # the module before the block's sum
+        options: dict[str, Any]
         for name, module, attribute in self.factor_places:
             if name in factors:
                 factor, options = factors[name], {}
+                if module is last and factor.dtype == torch.float64:  # exact: the sum is rounded
+                    options["out_dtype"] = torch.float64
                 if shared and attribute in ("u", "v"):
-                    factor, options = factor[None, None], {"shared": True}
+                    factor, options["shared"] = factor[None, None], True
                 elif factor.dim() > 2:
                     factor = factor.flatten(0, 1)
                 if self.group is not None and name in self.parted:
@@ -244,88 +245,62 @@ class AttachedBlock:
                 module.replay(**{attribute: factor.to(self.device)}, **options)
         if self.experts is not None:
             self.experts.tokens = next(iter(factors.values())).shape[1]
-        if self.down is not None and self.post_norm is None:
-            written = self.down.bias_change if self.down.u is None else self.down.u
-            # an exact factor: the sum is rounded at the block's end
-            if written is not None and written.dtype == torch.float64:
-                self.down.out_dtype = torch.float64
 
     # -- hooks
 
-    def hook(
-        self,
-        hooks: ExitStack,
-        register: Callable[..., Any],
-        hook: Callable[..., Any],
-        **options: Any,
-    ) -> None:
-        """``register(hook, **options)`` until ``hooks`` is closed, as :class:`PassHook`."""
-        hooks.callback(register(PassHook(hook, self.attachment.thread), **options).remove)
+    def hook_input(self, hooks: ExitStack, module: nn.Module, hook: Hook, **options: Any) -> None:
+        """Call ``hook(x)`` with a module's input until ``hooks`` is closed, as :class:`PassHook`. A
+        tensor that it returns replaces the input.
+        """
 
-    def hook_start(self, hooks: ExitStack, hook: Any) -> None:
-        """Call ``hook((rows, T))`` when the block begins."""
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            x = first_tensor((*args, kwargs))
+            assert x is not None
+            changed = hook(x.to(self.device))  # a block's own hooks bring it there later
+            return None if changed is None else ((changed, *args[1:]), kwargs)
 
-        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            hook(_input(args, kwargs).shape[-3:-1])
+        own = PassHook(before, self.attachment.thread)
+        hooks.callback(module.register_forward_pre_hook(own, with_kwargs=True, **options).remove)
 
-        self.hook(hooks, self.module.register_forward_pre_hook, before, with_kwargs=True)
+    def hook_output(self, hooks: ExitStack, module: nn.Module, hook: Hook, **options: Any) -> None:
+        """:meth:`hook_input` for a module's output."""
 
-    def hook_residual(self, hooks: ExitStack, hook: Any) -> None:
+        def after(_module: nn.Module, _args: Any, out: Any) -> Any:
+            x = first_tensor(out)
+            assert x is not None
+            changed = hook(x)
+            whole = changed is None or not isinstance(out, tuple)
+            return changed if whole else (changed, *out[1:])
+
+        own = PassHook(after, self.attachment.thread)
+        hooks.callback(module.register_forward_hook(own, **options).remove)
+
+    def hook_residual(self, hooks: ExitStack, hook: Hook) -> None:
         """Call ``hook(x)`` with every term of the residual stream before the MLP, a sum."""
-
-        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            hook(_input(args, kwargs).to(self.device))  # a block's own hooks bring it there later
-
-        def after(_module: nn.Module, _args: Any, out: Any) -> None:
-            hook(first_tensor(out))
-
         for name in self.spec.residual:
             side, _, path = name.partition(" of ")
-            module = self.module.get_submodule(path)
-            if side == "input":
-                self.hook(hooks, module.register_forward_pre_hook, before, with_kwargs=True)
-            else:
-                self.hook(hooks, module.register_forward_hook, after)
+            hook_side = self.hook_input if side == "input" else self.hook_output
+            hook_side(hooks, self.module.get_submodule(path), hook)
 
     def keep_unrounded(self, hooks: ExitStack) -> None:
         """Keep an exact writer's output in fp64 up to the block's sum, also through casts."""
 
-        def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> Tensor | None:
+        def on_writer(out: Tensor) -> Tensor | None:
             return out.as_subclass(Unrounded) if out.dtype == torch.float64 else None
 
         # a model in fp64 rounds as it does without a patch
         if not self.spec.continues_after_sum and self.dtype != torch.float64:
-            self.hook(hooks, self.writer.register_forward_hook, on_writer)
+            self.hook_output(hooks, self.writer, on_writer)
 
-    def hook_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
+    def hook_end(self, hooks: ExitStack, hook: Hook, *, first: bool = False) -> None:
         """Call ``hook(total)`` with the block's sum. A tensor that it returns replaces the sum."""
-
-        def before(_module: nn.Module, args: Any) -> Any:
-            changed = hook(args[0])
-            return None if changed is None else (changed, *args[1:])
-
-        def after(_module: nn.Module, _args: Any, out: Any) -> Any:
-            changed = hook(out[0] if isinstance(out, tuple) else out)
-            if changed is None:
-                return None
-            return (changed, *out[1:]) if isinstance(out, tuple) else changed
-
-        def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
-            return ResidualSum.of(out, hook, first=first)
-
         if self.spec.continues_after_sum:
-            self.hook(hooks, self.writer.register_forward_hook, on_writer)
+            self.hook_output(hooks, self.writer, partial(ResidualSum.of, on_sum=hook, first=first))
         elif self.spec.final_norm is None:
-            self.hook(hooks, self.module.register_forward_hook, after, prepend=first)
+            self.hook_output(hooks, self.module, hook, prepend=first)
         else:
             norm = self.module.get_submodule(self.spec.final_norm)
-            self.hook(hooks, norm.register_forward_pre_hook, before, prepend=first)
-
-
-def _input(args: Any, kwargs: Any) -> Tensor:
-    x = first_tensor((*args, kwargs))
-    assert x is not None
-    return x
+            self.hook_input(hooks, norm, hook, prepend=first)
 
 
 class HasBlocks(Protocol):
@@ -403,7 +378,7 @@ def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
     """Round the block's sum to its dtype where an exact writer left it in fp64."""
     written: list[Tensor] = []
 
-    def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> None:
+    def on_writer(out: Tensor) -> None:
         written[:] = [out.abs().as_subclass(Tensor)]  # a copy: Falcon adds to the tensor itself
 
     def on_end(total: Tensor) -> Tensor | None:
@@ -413,7 +388,7 @@ def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
         return block_math.round_sum(total, written.pop().reshape(total.shape), block.dtype)
 
     block.keep_unrounded(hooks)
-    block.hook(hooks, block.writer.register_forward_hook, on_writer)
+    block.hook_output(hooks, block.writer, on_writer)
     block.hook_end(hooks, on_end, first=True)
 
 

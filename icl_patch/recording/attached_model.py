@@ -32,7 +32,6 @@ from icl_patch.models.language_model import (
     check_vocabulary,
     chooses_tokens,
     family_of,
-    layers_of,
 )
 from icl_patch.models.model_checks import (
     check_eval,
@@ -56,7 +55,7 @@ from icl_patch.patch.fingerprints import (
 )
 from icl_patch.patch.serialization import PatchInfo, check_fit, check_update
 from icl_patch.recording import forward_passes
-from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
+from icl_patch.recording.attached_block import AttachedBlock, attach, replaying
 from icl_patch.recording.hooks import HookIds, Hooks, paths_of
 from icl_patch.recording.passes import (
     Computation,
@@ -173,17 +172,13 @@ class AttachedModel:
             ours = (torch.OutOfMemoryError, RankError)
             if not isinstance(error, Exception) or isinstance(error, ours):
                 raise
-            reason = (
-                explain_failure(model, error, tokenizer) if self.ranks.size == 1 else str(error)
-            )
+            alone = self.ranks.size == 1
+            reason = explain_failure(model, error, tokenizer) if alone else str(error)
             if hooked:
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
             else:
                 reason += " (docs/model_classes.md lists the classes that work)"
-            refusal = UnsupportedModelError(reason)
-            if self.ranks.size > 1:
-                on_all_ranks(refusal)
-            raise refusal from error
+            raise on_all_ranks(UnsupportedModelError(reason)) from error
 
     def without_autocast(self) -> torch.autocast:
         """Within this context autocast is off, whose rounding would hide what a trial looks for."""
@@ -204,14 +199,22 @@ class AttachedModel:
 
     def _attach(self, state: tuple[Any, ...] | None) -> None:
         known = _known.get(self.model)
-        if known is not None and known.state != state:
-            known = None
-        if self.ranks.any(known is None):  # all ranks try the model, or none
-            known = None
+        changed = known is None or known.state != state
+        changed = self.ranks.any(changed)  # all ranks try the model, or none
         if self.ranks.size > 1:
-            self.ranks.agree(versions() | self._facts())
+            config = self.model.config.to_json_string(use_diff=False)
+            self.ranks.agree(
+                versions()
+                | {
+                    "the update": self.update,
+                    "the model": type(self.model).__name__,
+                    "the configuration": config,
+                    "the dtype": self.model.dtype,
+                    "the tokenizer": self.tokenizer_fingerprint,
+                }
+            )
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        if known is not None:
+        if known is not None and not changed:
             self.weights, self._takes_padding = known.weights, known.takes_padding
             self._swap_blocks(known.blocks)
             return
@@ -229,26 +232,15 @@ class AttachedModel:
         self._set_specs(blocks)
         self.blocks += [AttachedBlock(self.model, block, self.attachment) for block in blocks]
 
-    def _set_specs(self, blocks: Sequence[Block]) -> None:
+    def _set_specs(self, own: Sequence[Block]) -> None:
         """Take the specs of this rank's blocks, and of those of all others."""
-        here = list(layers_of(self.model))
+        blocks = list(own)
         if self.ranks.size > 1 and stage_of(self.model) is not None:
-            words = self.ranks.exchange([[x.path, x.spec.to_json()] for x in blocks])
+            words = self.ranks.exchange([[x.path, x.spec.to_json()] for x in own])
             blocks = [Block(path, BlockSpec.from_json(x)) for word in words for path, x in word]
         self.block_specs: tuple[Block, ...] = tuple(blocks)
-        found = [place for place, block in enumerate(blocks) if block.path in here]
-        self.places = range(found[0], found[-1] + 1) if found else range(0)
-
-    def _facts(self) -> dict[str, object]:
-        """Facts that must be the same on all ranks."""
-        config = self.model.config
-        return {
-            "the update": self.update,
-            "the model": type(self.model).__name__,
-            "the configuration": config.to_json_string(use_diff=False),
-            "the dtype": self.model.dtype,
-            "the tokenizer": self.tokenizer_fingerprint,
-        }
+        first = [block.path for block in blocks].index(own[0].path) if own else 0
+        self.places = range(first, first + len(own))
 
     def agree(self, name: str, tokens: Iterable[Tensor | None], **options: object) -> None:
         """Check, at the entrance of a call, that all ranks have the same tokens, called ``name``,
@@ -319,17 +311,16 @@ class AttachedModel:
         return not (self._magnifies_rounding or chooses_tokens(self.model))
 
     @property
+    @as_pass
     def takes_padding(self) -> bool:
         """Whether a row with padding on its left has the logits that it has alone; tried when it
         is first asked for.
         """
-        with self.attachment.exclusive(), torch.inference_mode(False), self.without_autocast():
-            hooked = self.hooks.current()
-            if hooked not in self._takes_padding:
-                self._takes_padding[hooked] = takes_padding(
-                    self.model, self.recurrent, self.tokenizer
-                )
-        return self._takes_padding[hooked]
+        known, hooked = self._takes_padding, self.hooks.current()
+        if hooked not in known:
+            with self.without_autocast():
+                known[hooked] = takes_padding(self.model, self.recurrent, self.tokenizer)
+        return known[hooked]
 
     @property
     def _magnifies_rounding(self) -> bool:
@@ -353,26 +344,26 @@ class AttachedModel:
         self._check_rows(sequences)
         self.watch_hooks()
         names = names_of(model_inputs)
-        if names and (sequences.head_mask & ~sequences.head_absorbed).any():
+        if names and sequences.prefix.any():
             raise ValueError(
                 f"expected keep_first=0 with {', '.join(names)}, and no tokens before the"
                 " absorbed ones: a replay runs the tokens in front without these inputs"
             )
         cache = kv_cache.new_cache(self.model)
-        if sequences.head_ids.shape[1]:
+        if sequences.head:
             forward_passes.run_head(self.model, sequences, cache, **model_inputs)
         return cache
 
     def _check_rows(self, sequences: Sequences) -> None:
         """Raises ValueError for rows that the model would treat otherwise than alone."""
         name = type(self.model).__name__
-        if not (sequences.head_mask.all() or self.takes_padding):
+        if not (sequences.mask[:, : sequences.head].all() or self.takes_padding):
             raise ValueError(
                 f"expected rows of one length for {name}, whose logits for a row change with"
                 " padding; got padding on the left: compute each row by itself"
             )
         check_one_side(self.model, sequences.mask.sum(1))
-        if counts_slots(self.model) and sequences.tail_absorbed.any():
+        if counts_slots(self.model) and sequences.absorbed[:, sequences.head :].any():
             raise ValueError(
                 f"expected one absorbed span for {name}, which numbers its tokens by their places"
                 " in the cache; got several: absorb the tokens between them too"
@@ -391,20 +382,16 @@ class AttachedModel:
         check_length(self.model, int(sequences.longest))
         sequences = with_media(self.model, sequences, model_inputs)
         computation = self.compute_from(self.prefill(sequences, **model_inputs), sequences)
-        # with hooks the patch has been replayed already
-        if self.update != "exact" or computation.patch.hooked:
-            return computation
-        return replace(computation, patch=self._replayed(computation))
-
-    def _replayed(self, computation: Computation) -> ContextPatch:
-        """An exact patch with ``misses`` as its replay has them: the elements of the blocks' sums
-        that differ from the run with the context. Other logits than in that run give a warning.
-        """
         patch, activations = computation.patch, computation.activations
+        # with hooks the patch has been replayed already
+        if self.update != "exact" or patch.hooked:
+            return computation
         assert patch.report is not None and patch.logits is not None
+        # the report has the misses of the replay
         logits, misses = replay_compared(self, patch, [block.output for block in activations])
         self.warn_unless_exact("this exact patch", logits, patch.logits, patch.kept_mask)
-        return replace(patch, report=replace(patch.report, misses=misses))
+        report = replace(patch.report, misses=misses)
+        return replace(computation, patch=replace(patch, report=report))
 
     @as_pass
     def compute_from(
@@ -416,32 +403,18 @@ class AttachedModel:
         """
         hooked = self.hooks.current()
         computation = compute_in_two_passes(self, cache, sequences, live)
-        self._check_finite(computation, sequences, live)
-        return self._check_computed(hooked, computation, live) if hooked else computation
-
-    def _check_finite(
-        self, computation: Computation, sequences: Sequences, live: Tensor | None
-    ) -> None:
-        """Raises NonFiniteError unless both streams' logits of the kept tokens are finite."""
-        patch, model = computation.patch, self.model
-        valid = patch.kept_mask if live is None else patch.kept_mask & live
+        patch, valid, model = computation.patch, computation.valid, self.model
         assert patch.logits is not None
         whole = partial(forward_passes.run_whole, model, sequences)
         require_finite(model, patch.logits, whole, valid)
         replay = partial(replay_logits, self, patch)
         require_finite(model, computation.reduced_logits, replay, valid)
+        return self._check_computed(hooked, computation) if hooked else computation
 
     # -- replay
 
-    @as_pass
-    def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockActivations]]:
-        """Replay a patch, unchecked: logits (B, T, V), and every block's activations."""
-        return replay_observed(self, patch)
-
-    @as_pass
-    def replay_logits(self, patch: ContextPatch) -> Tensor:
-        """Replay a patch, unchecked, without the blocks' activations: logits (B, T, V)."""
-        return replay_logits(self, patch)
+    # a patch's logits (B, T, V), unchecked; the first also gives every block's activations
+    replay, replay_logits = as_pass(replay_observed), as_pass(replay_logits)
 
     @as_pass
     def replay_checked(self, patch: ContextPatch) -> Tensor:
@@ -457,25 +430,24 @@ class AttachedModel:
         """
         self.watch_hooks()
         self.agree("the patch", (patch.kept_ids, patch.kept_mask, patch.prefix_ids))
-        logits = self._compared_with_hooks(patch)
+        logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
+        require_finite(self.model, logits, partial(self.replay_logits, patch), patch.kept_mask)
+        if hooked and expected is None:
+            with self.hooks.removed():
+                expected = self.replay_logits(patch)
+        if expected is not None and (hooked or patch.hooked):
+            self._check_hooks(hooked, replay_error(logits, expected, patch.kept_mask))
         check_replay(patch, logits)
         return logits
 
-    def _compared_with_hooks(self, patch: ContextPatch) -> Tensor:
-        logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
-        require_finite(self.model, logits, partial(self.replay_logits, patch), patch.kept_mask)
-        if not hooked and (not patch.hooked or expected is None):
-            return logits
-        if expected is None:
-            with self.hooks.removed():
-                expected = self.replay_logits(patch)
-        if (error := replay_error(logits, expected, patch.kept_mask)) > self.replay_limit:
+    def _check_hooks(self, hooked: HookIds, error: float) -> None:
+        """Raises UnsupportedModelError if hooks have changed a replay by too large an error."""
+        if error > self.replay_limit:
             others = f"got others on {paths_of(hooked)}" if hooked else "they have been removed"
             raise UnsupportedModelError(
                 f"expected the forward hooks that the patch was computed with, {others}: the replay"
                 f" is off by {error:.1g} of the largest logit. Compute the patch again"
             )
-        return logits
 
     # -- models with forward hooks
 
@@ -483,10 +455,6 @@ class AttachedModel:
         """Find the hooks on the model again; raises ValueError if a patched module has been
         replaced since attaching, UnsupportedModelError if the model has been compiled.
         """
-        self._check_in_place()
-        self.hooks = Hooks(self.model, self.attachment.forwards)
-
-    def _check_in_place(self) -> None:
         check_unwrapped(self.model)
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for block in self.blocks:
@@ -496,10 +464,9 @@ class AttachedModel:
                         f"expected {path} as it was attached to, got another module in its place:"
                         " call detach(), which leaves the new one there, and attach again"
                     )
+        self.hooks = Hooks(self.model, self.attachment.forwards)
 
-    def _check_computed(
-        self, hooked: HookIds, computation: Computation, live: Tensor | None
-    ) -> Computation:
+    def _check_computed(self, hooked: HookIds, computation: Computation) -> Computation:
         """Replay a patch that was computed with hooks, and compare the logits: bit for bit for an
         exact patch without misses, else as far as rounding goes.
 
@@ -509,8 +476,7 @@ class AttachedModel:
         patch = replace(computation.patch, hooked=True)
         report, expected = patch.report, patch.logits
         assert report is not None and expected is not None
-        valid = patch.kept_mask if live is None else patch.kept_mask & live
-        error = replay_error(self.replay_logits(patch), expected, valid)
+        error = replay_error(self.replay_logits(patch), expected, computation.valid)
         closed = self.update == "exact" and not report.misses.any()
         if error > (0 if closed else self.replay_limit):
             raise UnsupportedModelError(
@@ -602,7 +568,7 @@ class AttachedModel:
         """A patch of the kept tokens of ``sequences``, without factors; by default in the
         arithmetic of the model's own calls here.
         """
-        config, group = self.model.config, group_of(self.model)
+        config = self.model.config
         info = PatchInfo(
             model=config.name_or_path or type(self.model).__name__,
             revision=getattr(config, "_commit_hash", None),
@@ -615,11 +581,11 @@ class AttachedModel:
             arithmetic=arithmetic or arithmetic_here(self.model),
             longest=int(sequences.longest),
             divisible=self.divisible,
-            tensor_parallel=1 if group is None else group.size(),
+            tensor_parallel=self._tensor_parallel,
         )
-        positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
-        prefix = sequences.head_mask & ~sequences.head_absorbed
-        width = int(prefix.sum(1).max()) if prefix.shape[1] else 0
+        ids, mask, positions = sequences.ids, sequences.mask, sequences.positions
+        slots, prefix = sequences.kept_slots, sequences.prefix
+        width = int(prefix.sum(1).max())
         # a stable sort moves the prefix to the right end, in order
         order = prefix.long().sort(dim=1, stable=True).indices
         prefix_slots = order[:, prefix.shape[1] - width :]
@@ -628,16 +594,22 @@ class AttachedModel:
             layers=(),
             layer_indices=tuple(range(len(self.block_specs))),
             blocks=self.block_specs,
-            kept_ids=sequences.tail_ids[:, sequences.kept_columns],
+            kept_ids=ids[:, slots],
             kept_mask=mask[:, slots],
             position_ids=positions[:, slots],
             kept_slots=slots.expand(len(mask), -1),
-            prefix_ids=sequences.head_ids.gather(1, prefix_slots),
+            prefix_ids=ids.gather(1, prefix_slots),
             prefix_mask=prefix.gather(1, prefix_slots),
             prefix_positions=positions.gather(1, prefix_slots),
             prefix_slots=prefix_slots,
             weights=self.weights,
         )
+
+    @property
+    def _tensor_parallel(self) -> int:
+        """The number of ranks that share each matrix."""
+        group = group_of(self.model)
+        return 1 if group is None else group.size()
 
     @cached_property
     def weights(self) -> WatchedWeights:
@@ -661,7 +633,7 @@ class AttachedModel:
         self.require_attached()
         patch.check_model(self.model, self.weights.fingerprint)
         patch.check_blocks(self.block_specs)
-        own = 1 if (group := group_of(self.model)) is None else group.size()
+        own = self._tensor_parallel
         bound = patch.info.update == "exact" or not patch.info.divisible
         if bound and patch.info.tensor_parallel != own:
             raise ValueError(

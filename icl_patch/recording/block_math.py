@@ -118,20 +118,15 @@ def bias_update(delta: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def weight_update(
-    delta: Tensor,
-    h: Tensor,
-    dtype: torch.dtype | None = None,
-    *,
-    direction: Direction | None = None,
+    delta: Tensor, h: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Direction]:
     """``u = delta`` and ``v = h / ‖h‖²``, so that ``(W + u vᵀ) h = W h + delta``.
 
-    delta: (..., d); h: (..., K), the input of W; dtype: of u and v, fp32 or fp64; direction: that
-    of h, if it is known. Where h is 0, so are v and ``1/‖h‖²``, and no change of W has an effect.
+    delta: (..., d); h: (..., K), the input of W; dtype: of u and v, fp32 or fp64. Where h is 0,
+    so are v and ``1/‖h‖²``, and no change of W has an effect.
     Source: Goldwaser et al. (2025), Lemma 9.
     """
-    if direction is None:
-        direction = read_direction(h, dtype)
+    direction = read_direction(h, dtype)
     return delta.to(direction.v.dtype), direction
 
 

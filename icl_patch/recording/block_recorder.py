@@ -12,7 +12,7 @@ Shapes: B rows, T tokens, d residual width; M = B·T rows of a matrix product.
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import reduce
-from typing import Any, NamedTuple, TypeVarTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ from icl_patch.recording import block_math
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.memory import same_place
-
-Arguments = TypeVarTuple("Arguments")
 
 
 class WriterToClose(NamedTuple):
@@ -75,7 +73,7 @@ class BlockRecorder:
         self._read_input: Tensor | None = None  # z, which has these directions
         self.direction: ops.Direction | None = None  # (B, T, K)
         self.row_direction: ops.Direction | None = None  # (M, K)
-        self._residuals: list[tuple[Tensor | None, Tensor]] = []
+        self._residuals: list[Tensor] = []  # the terms of the residual stream, of all rows
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
         self.addend: Tensor | None = None  # the other term of the sum that the block's norm reads
@@ -88,9 +86,7 @@ class BlockRecorder:
             self.block.keep_unrounded(stack)
         self.block.hook_residual(stack, self.on_residual)
 
-    def note(
-        self, method: Callable[[BlockDiagnostics, *Arguments], None], *arguments: *Arguments
-    ) -> None:
+    def note(self, method: Callable[..., None], *arguments: Any) -> None:
         """Call a method of the block's diagnostics."""
         method(self.diagnostics, *arguments)
 
@@ -100,10 +96,11 @@ class BlockRecorder:
 
     # -- factors
 
-    def keep(self, layer: PatchedModule, **factors: Tensor) -> None:
+    def keep(self, layer: PatchedModule, **factors: Tensor | None) -> None:
         """Keep factors of a module under the names of its attributes that apply them."""
         for name, factor in factors.items():
-            self._factors[layer, name] = factor
+            if factor is not None:
+                self._factors[layer, name] = factor
 
     @property
     def factors(self) -> Factors:
@@ -134,11 +131,7 @@ class BlockRecorder:
         """Rows (M, ...) as (B, T, ...)."""
         return x.reshape(*self.shape, *x.shape[1:])
 
-    def zero_padding(self, x: Tensor) -> Tensor:
-        """Factors (B, T, ...) with 0 in the columns of padding."""
-        return self.fill_padding(x, 0)
-
-    def fill_padding(self, x: Tensor, value: Tensor | float) -> Tensor:
+    def fill_padding(self, x: Tensor, value: Tensor | float = 0) -> Tensor:
         """x (B, T, ...) with ``value`` in the columns of padding."""
         if self.valid is None:
             return x
@@ -148,19 +141,14 @@ class BlockRecorder:
 
     def on_residual(self, x: Tensor) -> None:
         """Take one term of the residual stream before the MLP."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x_ctx, x = self.split(x)
-        self._residuals.append(
-            (None if x_ctx is None else x_ctx.to(dtype, copy=True), x.to(dtype, copy=True))
-        )
+        self._residuals.append(x.to(torch.promote_types(x.dtype, torch.float32), copy=True))
         if len(self._residuals) < len(self.spec.residual):
             return
-        hidden = reduce(torch.add, [part for _, part in self._residuals])
-        parts = [part for part, _ in self._residuals if part is not None]
-        if parts:
-            self.context.hidden = reduce(torch.add, parts)
+        hidden_ctx, hidden = self.split(reduce(torch.add, self._residuals))
+        if hidden_ctx is not None:
+            self.context.hidden = hidden_ctx
         assert self.context.hidden is not None
-        self.delta = self.zero_padding(block_math.context_change(self.context.hidden, hidden))
+        self.delta = self.fill_padding(block_math.context_change(self.context.hidden, hidden))
 
     def writer_target(self) -> Tensor:
         """The change of the writer's output, (B, T, d)."""
@@ -185,11 +173,9 @@ class BlockRecorder:
 
     def router(self, name: str, layer: PatchedRouter, z: Tensor, *others: Any) -> Any:
         """A router's outputs, with its logits changed as a reader's output is."""
-
-        def change(logits: Tensor) -> Tensor:
-            return self._record_reader(name, layer, z, logits, logits.dtype)
-
-        return layer.with_logits(z, change, *others)
+        return layer.with_logits(
+            z, lambda logits: self._record_reader(name, layer, z, logits, logits.dtype), *others
+        )
 
     def _record_reader(
         self, name: str, layer: PatchedLinear, z: Tensor, output: Tensor, dtype: torch.dtype
@@ -197,7 +183,7 @@ class BlockRecorder:
         """A reader's patched output in ``dtype``, from its unpatched ``output``."""
         y_ctx, y = self.split(output)
         reference = self.context.readers[name] if y_ctx is None else y_ctx
-        u = self.zero_padding(block_math.reader_update(reference, y))
+        u = self.fill_padding(block_math.reader_update(reference, y))
         v = self.direction_of(z).v
         patched = block_math.add_rank_one(y, self.split(z)[1], u, v, dtype)
         self.keep_factors(name, layer, u)
@@ -227,7 +213,7 @@ class BlockRecorder:
 
     def set_direction(self, z: Tensor, flat: ops.Direction) -> None:
         """Keep the direction ``flat`` (M, K) of the input z that the readers share."""
-        v, inverse = self.zero_padding(self.unflat(flat.v)), self.unflat(flat.inverse_norm2)
+        v, inverse = self.fill_padding(self.unflat(flat.v)), self.unflat(flat.inverse_norm2)
         self._read_input, self.direction, self.row_direction = z, ops.Direction(v, inverse), flat
 
     # -- the writer
@@ -238,122 +224,110 @@ class BlockRecorder:
             plain: Tensor = layer.base_layer(h)
             return plain
         plain, dtype = layer.unpatched_output(h, self.rows)
-        y_ctx, y = self.split(plain)
+        (y_ctx, y), (_, h) = self.split(plain), self.split(h)
         if self.spec.writer is Writer.SCALE:
             return self.join(y_ctx, self._stable_down(layer, h, y, dtype), plain)
-        target = self.writer_target()
+        target, exact = self.writer_target(), torch.float64 if self.exact else None
         if self.spec.mixer:
             if y_ctx is not None:
                 self.context.written = y_ctx.to(dtype)
             reference = self.context.written if y_ctx is None else y_ctx
             assert reference is not None
-            target = target + self.zero_padding(block_math.reader_update(reference, y))
-        write = self._write_bias if self.spec.writer is Writer.BIAS else self._write_weight
-        _, h = self.split(h)
-        write(layer, h, y, target)
-        return self.join(y_ctx, self.written(layer, h, y, dtype), plain)
-
-    def written(self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output (B, T, d) of a weight or bias writer with its change, in ``dtype`` or for an
-        exact update in fp64; ``y`` is its plain output.
-        """
-        dtype = torch.float64 if self.exact else dtype
+            target = target + self.fill_padding(block_math.reader_update(reference, y))
         if self.spec.writer is Writer.BIAS:
-            return add_bias_change(y, self._factors[layer, "bias_change"], dtype)
-        u, v = self._factors[layer, "u"], self._factors[layer, "v"]
-        return add_to_writer(layer, y, h, u, v, dtype)
+            u, v, name = block_math.bias_update(target, exact), None, "bias_change"
+            self.keep(layer, bias_change=u)
+        else:
+            (u, v), name = self._keep_rank_one(layer, h, target, exact), "u"
+        if exact:
+            gain = torch.ones_like(u[..., :1]) if v is None else block_math.weight_gain(h, v)
+            self.postpone(y, gain, layer, name)
+        if exact and y_ctx is not None:  # the factor is chosen after the pass
+            own = torch.zeros_like(y, dtype=dtype)
+        elif v is None:
+            own = add_bias_change(y, u, exact or dtype)
+        else:
+            own = add_to_writer(layer, y, h, u, v, exact or dtype)
+        return self.join(y_ctx, own, plain)
 
-    def _write_bias(self, layer: PatchedLinear, _h: Tensor, y: Tensor, target: Tensor) -> None:
-        """Keep Δb, (B, T, d)."""
-        change = block_math.bias_update(target, torch.float64 if self.exact else None)
-        self.keep(layer, bias_change=change)
-        if self.exact:
-            self.postpone(y, torch.ones_like(target[..., :1]), layer, "bias_change")
+    def _keep_rank_one(
+        self, layer: PatchedLinear, h: Tensor, change: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keep and return u and v, (B, T, d) and (B, T, K), that change the output by ``change``.
 
-    def _write_weight(self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor) -> None:
-        """Keep u and v, (B, T, d) and (B, T, K)."""
-        u, direction = block_math.weight_update(target, h, torch.float64 if self.exact else None)
-        v, inverse, _ = of_part(layer, h, direction)
-        v = self.zero_padding(v)
-        gain = block_math.weight_gain(h, v) if self.exact else None
-        self.keep_written(layer, y, u, v, inverse, gain)
+        Where each rank has a part of h, v is h itself: the norm takes all parts, which come
+        together when the patch is assembled
+        (:func:`icl_patch.recording.patch_assembly.layers_of_all`).
+        """
+        u, (v, inverse, _) = block_math.weight_update(change, h, dtype)
+        v = self.fill_padding(v if layer.group is None else h.to(v.dtype))
+        self.keep_down(layer, u, v, inverse)
+        return u, v
 
-    def keep_written(
-        self,
-        layer: PatchedLinear,
-        y: Tensor,
-        u: Tensor,
-        v: Tensor,
-        inverse: Tensor,
-        gain: Tensor | None,
-    ) -> None:
-        """Keep a weight writer's factors; ``gain`` is v·h where u is still to be chosen."""
-        self.refuse_zero(inverse, u)
-        self.keep(layer, u=u, v=v)
-        if gain is not None:
-            self.postpone(y, gain, layer, "u")
-
-    def refuse_zero(self, inverse: Tensor, change: Tensor) -> None:
-        """Note tokens with h = 0, for which every output matrix gives 0."""
+    def keep_down(self, layer: PatchedLinear, u: Tensor, v: Tensor, inverse: Tensor) -> None:
+        """Keep the change of the output matrix. Note tokens with h = 0, for which every matrix
+        gives 0: there ``inverse``, 1/‖h‖², is 0.
+        """
         weight = self.spec.writer is Writer.WEIGHT
         cure = ": give it a bias of zeros before attaching, which is changed then" if weight else ""
-        self.refuse(f"the input h of {self.spec.down} is 0{cure}", inverse, change)
+        self.refuse(f"the input h of {self.spec.down} is 0{cure}", inverse, u)
+        self.keep(layer, u=u, v=v)
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """The output matrix's share of a stable update: ``y + u (v·h)``, y (B, T, N)."""
-        _, own = self.split(h)
-        direction = of_part(layer, own.flatten(0, 1), self.read_direction(h))
-        u, self._stable_scale = self._invert_norm(y)
-        u, v = self.zero_padding(u), self.zero_padding(self.unflat(direction.v))
-        inverse = self.unflat(direction.inverse_norm2)
-        self.refuse_zero(inverse, u)
+        u, v = self._keep_rank_one(layer, h, self.fill_padding(self._invert_norm(y)))
         if self.exact:
-            u = self.zero_padding(block_math.move_off_zero(u, v, y, own, dtype, self.addend))
-        self.keep(layer, u=u, v=v)
-        return add_to_writer(layer, y, own, u, v, dtype)
+            u = self.fill_padding(block_math.move_off_zero(u, v, y, h, dtype, self.addend))
+            self.keep(layer, u=u)
+        return add_to_writer(layer, y, h, u, v, dtype)
 
-    def _invert_norm(self, hidden_down: Tensor) -> tuple[Tensor, Tensor]:
+    def _invert_norm(self, hidden_down: Tensor) -> Tensor:
         """The change ``h_target - h_down`` (B, T, d) that the stable update asks of the norm's
-        input, of ``h_down`` and the addend, if there is one; and the norm's scale m'.
+        input, which is ``h_down`` and the addend, if there is one. The norm's scale m' is kept.
         """
         norm = self.block.post_norm
         assert norm is not None
         if self.addend is not None:
             hidden_down = hidden_down + self.addend
-        return self._inverted(self.writer_target(), norm, hidden_down)
+        u, self._stable_scale = self._inverted(self.writer_target(), norm, hidden_down)
+        return u
 
     def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """The stable update u and m' (B, T, d) of a norm's input x. The worse status is noted."""
         u, new_scale, status = block_math.stable_scale(delta, norm.scale, x, norm.eps)
-        self.note(BlockDiagnostics.inversion, status)
+        self.note(BlockDiagnostics.largest, "status", status)
         return u, new_scale
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """The scale writer's output ``m' ⊙ Norm(x)``, with the scale of the update."""
+        return self._apply_new_scale(layer, x, self.choose_scale(layer, x))
+
+    def choose_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+        """Choose and keep the scale writer's m' (B, T, d)."""
         _, x_reduced = self.split(x)
         if self.update == "direct":
-            new_scale = self._direct_scale(layer, x_reduced)
+            target, normalized = self.writer_target(), layer.normalize(x_reduced)
+            condition = f"the input of {self.spec.post_norm} is 0 where delta is not"
+            self.refuse(condition, normalized, target)
+            new_scale = block_math.direct_scale(target, normalized, layer.scale)
         else:
             assert self._stable_scale is not None
             # in fp32, as the norm computes; in fp64 where the exact factor starts from it
             new_scale = self._stable_scale if self.exact else self._stable_scale.float()
+        new_scale = self._keep_scale(layer, new_scale)
+        if self.exact:
+            gain = layer.normalize(x_reduced)
+            self.postpone(torch.zeros_like(gain), gain, layer, "new_scale")
+        return new_scale
+
+    def _keep_scale(self, layer: PatchedRMSNorm, new_scale: Tensor) -> Tensor:
+        """Keep and return m' (B, T, d), with the norm's own scale in the columns of padding."""
         if self.valid is not None:
             new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
         self.keep(layer, new_scale=new_scale)
-        if self.exact:
-            gain = layer.normalize(x_reduced)
-            zero = torch.zeros_like(gain)
-            self.postpone(zero, gain, layer, "new_scale")
-        return self._apply_new_scale(layer, x, new_scale)
-
-    def _direct_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
-        """m' (B, T, d) of the direct update."""
-        target, normalized = self.writer_target(), layer.normalize(x)
-        condition = f"the input of {self.spec.post_norm} is 0 where delta is not"
-        self.refuse(condition, normalized, target)
-        return block_math.direct_scale(target, normalized, layer.scale)
+        return new_scale
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m ⊙ Norm(x)`` for the rows with the context, ``m' ⊙ Norm(x)`` for the others."""
@@ -363,7 +337,7 @@ class BlockRecorder:
 
     # -- norms that read a sum
 
-    def on_addend(self, _module: Any, _args: Any, output: Tensor) -> None:
+    def on_addend(self, output: Tensor) -> None:
         """Keep the term that is added to the writer's before the block's norm reads the sum."""
         self.addend = self.split(output)[1].clone()
 
@@ -376,7 +350,7 @@ class BlockRecorder:
         """
         inner = self.block.inner_norm
         hidden = written if inner is None else inner.apply_scale(written, inner.scale)
-        u, self._stable_scale = self._invert_norm(hidden)
+        u = self._invert_norm(hidden)
         if inner is not None:
             u, self._inner_scale = self._inverted(u, inner, written)
         return u
@@ -391,9 +365,8 @@ class BlockRecorder:
         if self.exact:
             patched = layer.apply_scale(self.split(x)[1], new_scale)
             new_scale = block_math.scale_off_zero(new_scale, patched, self.addend)
-        new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
-        self.keep(layer, new_scale=new_scale)
-        return BlockRecorder._apply_new_scale(self, layer, x, new_scale)
+        new_scale = self._keep_scale(layer, new_scale)
+        return self._apply_new_scale(layer, x, new_scale)
 
     # -- the block's sum
 
@@ -435,15 +408,6 @@ class BlockRecorder:
         self.note(
             BlockDiagnostics.closing, misses, factor, residual, base, gain, started_from, branch
         )
-
-
-def of_part(layer: PatchedLinear, h: Tensor, direction: ops.Direction) -> ops.Direction:
-    """The direction of a writer's input h.
-
-    Where each rank has a part of h, v is h itself: the norm takes all parts, which come together
-    when the patch is assembled (:func:`icl_patch.recording.patch_assembly.layers_of_all`).
-    """
-    return direction if layer.group is None else direction._replace(v=h.to(direction.v.dtype))
 
 
 def add_to_writer(

@@ -8,12 +8,11 @@ rounded sum of the reduced stream equals the context stream's. So both streams l
 the same bits, and only one of them continues.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import reduce
-from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,38 +23,26 @@ from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import like_rows_of, rows_of
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Writer
-from icl_patch.models.trace import first_tensor
 from icl_patch.recording import block_math
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
-from icl_patch.recording.block_recorder import Arguments, BlockRecorder
+from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, Note
 
 
-@dataclass(eq=False)
-class WriterToStart:
-    """A writer that gets its factors later: a stable one at the norm that reads its output, an
-    exact one after the pass. Then it is a
-    :class:`~icl_patch.recording.block_recorder.WriterToClose`.
+class UnwrittenOutput(NamedTuple):
+    """The output of an output matrix whose update is computed later.
 
     Attributes:
-        layer, h, y: the output matrix, and its input (2B, 1, K) and plain output (2B, 1, d) of both
-            streams.
-        dtype: of its output.
-        norm: the norm that reads the output, of a scale writer.
+        layer, h: the matrix, and its input (2B, 1, K) of both streams.
+        plain: its output (2B, 1, d) without the update, which is to be rounded to ``dtype``.
+        norm: the norm that reads the output, of an exact scale writer.
     """
 
     layer: PatchedLinear
     h: Tensor
-    y: Tensor
+    plain: Tensor
     dtype: torch.dtype
     norm: PatchedRMSNorm | None = None
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """Writers with equal forms can get their factors in one call."""
-        shapes = self.h.shape, self.y.shape, self.h.dtype, self.y.dtype, self.dtype
-        norm = self.norm
-        return (*shapes, *(() if norm is None else (norm.eps, norm.cast_first, norm.scale_offset)))
 
 
 class DecodeRecorder(BlockRecorder):
@@ -68,6 +55,8 @@ class DecodeRecorder(BlockRecorder):
             0, 1, …
         receives_norm_input: whether the norm before the MLP calls ``on_norm_pair``, in place of
             a hook on the residual stream.
+        writer_first: whether a parallel block adds its writer's output to one of its other terms
+            before it adds these to each other.
     """
 
     def __init__(
@@ -76,14 +65,15 @@ class DecodeRecorder(BlockRecorder):
         update: str,
         patch_index: Tensor,
         *,
-        receives_norm_input: bool = False,
+        receives_norm_input: bool,
+        writer_first: bool,
     ) -> None:
         super().__init__(block, update, None, BlockActivations())
         self.notes: list[Note] = []
         self.patch_index, self.shape = patch_index.to(block.device), (len(patch_index) // 2, 1)
         self.receives_norm_input = receives_norm_input
-
-    to_start: WriterToStart | None = None
+        self.writer_first = writer_first and self.spec.parallel
+        self.unwritten: UnwrittenOutput | None = None
 
     def hook(self, stack: ExitStack) -> None:
         """See the residual stream: through the norm before the MLP, if it gives both streams."""
@@ -92,14 +82,17 @@ class DecodeRecorder(BlockRecorder):
         else:
             self.block.hook_residual(stack, self.on_residual)
 
-    def on_norm_pair(self, pair: ops.NormPair, _x: Tensor) -> None:
-        """Take delta and the direction of z from the norm before the MLP."""
+    def on_norm_pair(self, pair: ops.NormPair, x: Tensor) -> None:
+        """Take delta and the direction of z from the norm before the MLP; in an exact step also a
+        copy of its input, because some models add to the tensor itself.
+        """
         self.delta = self.unflat(pair.delta)
         self.set_direction(pair.z_pair, pair.direction)
+        if self.exact:
+            self._residuals = [x.to(pair.delta.dtype, copy=True)]
+            self.context.hidden, _ = self.split(self._residuals[0])
 
-    def note(
-        self, method: Callable[[BlockDiagnostics, *Arguments], None], *arguments: *Arguments
-    ) -> None:
+    def note(self, method: Callable[..., None], *arguments: Any) -> None:
         """Call a method of the block's diagnostics later."""
         self.notes.append(Note(method, arguments))
 
@@ -116,36 +109,19 @@ class DecodeRecorder(BlockRecorder):
         rows = rows_of(z)
         self.direction_of(rows)
         pair, u, _ = ops.record_linear(rows, *linear, direction=self.row_direction)
-        self.keep_pair(name, layer, pair, self.unflat(u))
-        return like_rows_of(z, pair)
-
-    def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
-        """Keep a reader's factors, and both streams' outputs (2B, N)."""
+        u = self.unflat(u)
         self.keep_factors(name, layer, u)
         self.note(BlockDiagnostics.reader_pair, pair, u)
+        if self.exact:
+            self.context.readers[name] = self.unflat(pair[: self.rows])  # which a miss needs
+        return like_rows_of(z, pair)
 
-    def start_later(self, layer: PatchedLinear, h: Tensor) -> Tensor:
-        """The plain output of an output matrix, whose factors are computed later."""
+    def write_later(self, layer: PatchedLinear, h: Tensor) -> Tensor:
+        """The plain output of an output matrix whose update is computed later."""
         plain, dtype = layer.unpatched_output(h, self.rows)
-        h, y = (x.reshape(-1, 1, x.shape[-1]) for x in (h, plain))
-        self.to_start = WriterToStart(layer, h, y, dtype)
+        h, output = (x.reshape(-1, 1, x.shape[-1]) for x in (h, plain))
+        self.unwritten = UnwrittenOutput(layer, h, output, dtype)
         return plain
-
-    def keep_stable(
-        self,
-        norm: PatchedRMSNorm,
-        u: Tensor,
-        v: Tensor,
-        inverse: Tensor,
-        status: Tensor,
-        new_scale: Tensor,
-    ) -> None:
-        """Keep the factors (B, 1, ·) of a scale writer and its matrix."""
-        assert self.to_start is not None
-        self.note(BlockDiagnostics.inversion, status)
-        self.refuse_zero(inverse, u)
-        self.keep(self.to_start.layer, u=u, v=v)
-        self.keep(norm, new_scale=new_scale)
 
 
 class InexactDecodeRecorder(DecodeRecorder):
@@ -156,17 +132,16 @@ class InexactDecodeRecorder(DecodeRecorder):
         plain output where :meth:`norm` computes all that is behind it.
         """
         if self._ends_in_norm(layer, h):
-            return self.start_later(layer, h)
+            return self.write_later(layer, h)
         linear = layer.linear_map(h)
         if self.spec.writer is not Writer.WEIGHT or self.spec.mixer or linear is None:
             return super().down(layer, h)
-        rows, target = rows_of(h), self.writer_target()
+        rows = rows_of(h)
         v, inverse, _ = self.read_direction(rows)
         # of rank 1, a patch for each row
-        known = ops.Direction(self.unflat(v), self.unflat(inverse))
-        u, (v, inverse, _) = block_math.weight_update(target, rows[self.rows :], direction=known)
-        self.keep(layer, u=u, v=v)
-        self.refuse_zero(inverse, u)
+        v, inverse = self.unflat(v), self.unflat(inverse)
+        u = self.writer_target().to(v.dtype)
+        self.keep_down(layer, u, v, inverse)
         weight, bias = linear
         output = ops.patched_linear(
             rows,
@@ -190,40 +165,35 @@ class InexactDecodeRecorder(DecodeRecorder):
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """Both streams' outputs, with the matrix and the scale of the update."""
-        if (down := self.to_start) is None:
+        if self.unwritten is None:
             return super().norm(layer, x)
+        down, h, plain, dtype, _ = self.unwritten
         found = ops.record_norm(
-            rows_of(down.y),
-            rows_of(down.h)[self.rows :],
+            rows_of(plain),
+            rows_of(h)[self.rows :],
             rows_of(self.writer_target()),
             weight_of(layer.base_layer),
             layer.eps,
-            out_dtype=down.dtype,
+            out_dtype=dtype,
             scale_offset=layer.scale_offset,
             cast_first=layer.cast_first,
         )
-        parts = found.u, *found.direction[:2], found.status, found.new_scale
-        self.keep_stable(layer, *map(self.unflat, parts))
+        u, v, inverse, new_scale, status = map(
+            self.unflat, (found.u, *found.direction[:2], found.new_scale, found.status)
+        )
+        self.note(BlockDiagnostics.largest, "status", status)
+        self.keep_down(down, u, v, inverse)
+        self.keep(layer, new_scale=new_scale)
         return like_rows_of(x, found.y_pair)
 
 
 class ExactDecodeRecorder(DecodeRecorder):
-    """The recorder of an exact step: :func:`close_blocks` chooses the factor after the pass.
-
-    Args:
-        writer_first: whether a parallel block adds its writer's output to one of its other terms
-            before it adds these to each other.
-        arguments, options: those of :class:`DecodeRecorder`.
-    """
+    """The recorder of an exact step: :func:`close_blocks` chooses the factor after the pass."""
 
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     total: Tensor | None = None  # (2B, 1, d), the block's sum of both streams
     # (B, 1, d), all that the block adds to its writer's output, if it is not the reduced sum
     residual: Tensor | None = None
-
-    def __init__(self, *arguments: Any, writer_first: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._writer_first = writer_first and self.spec.parallel
 
     def hook(self, stack: ExitStack) -> None:
         """See the residual stream, the block's sum, and a mixture's further terms."""
@@ -232,63 +202,37 @@ class ExactDecodeRecorder(DecodeRecorder):
         else:
             self.block.hook_end(stack, self.on_inner_sum, first=True)
         if self.block.mixture is not None:
-            self.block.hook(stack, self.block.mixture.register_forward_hook, self.on_mixture)
+            self.block.hook_output(stack, self.block.mixture, self.on_mixture)
         super().hook(stack)
-
-    def on_norm_pair(self, pair: ops.NormPair, x: Tensor) -> None:
-        """Take the residual stream too: a copy, because some models add to the tensor itself."""
-        super().on_norm_pair(pair, x)
-        x_ctx, x = self.split(x)
-        self.context.hidden = x_ctx.to(pair.delta.dtype, copy=True)
-        if self.block.mixture is not None:
-            self._residuals = [(self.context.hidden, x.to(pair.delta.dtype, copy=True))]
-
-    def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
-        """Keep a reader's factors, and its output with the context, which a miss needs."""
-        super().keep_pair(name, layer, pair, u)
-        self.context.readers[name] = self.unflat(pair[: self.rows])
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm
         reads it.
         """
         spec = self.spec
-        starts_later = spec.writer is Writer.WEIGHT and not spec.mixer
-        if spec.writer is Writer.SCALE and spec.addend is None:
-            starts_later = layer.group is None
-        if not starts_later or self.delta is None:
+        weight = spec.writer is Writer.WEIGHT and not spec.mixer
+        scale = spec.writer is Writer.SCALE and spec.addend is None
+        if not (weight or scale) or self.delta is None:
             return super().down(layer, h)
-        plain = self.start_later(layer, h)  # of alike blocks at once
-        assert self.to_start is not None
-        y_ctx, y = (part.to(self.to_start.dtype) for part in self.split(plain))
+        plain = self.write_later(layer, h)  # of alike blocks at once, at the end
+        assert self.unwritten is not None
+        y_ctx, y = (part.to(self.unwritten.dtype) for part in self.split(plain))
         return self.join(y_ctx, torch.zeros_like(y), plain)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """The scale writer's output with the context, and 0 for the rows without it."""
-        if self.to_start is None:
-            return super().norm(layer, x)
-        self.to_start.norm = layer
-        return self._with_context_alone(layer, x)
+        if self.unwritten is None:
+            self.choose_scale(layer, x)
+        else:
+            self.unwritten = self.unwritten._replace(norm=layer)
+        with_context = layer.base_layer(self.split(x)[0])
+        return self.join(with_context, torch.zeros_like(with_context), x)
 
-    def written(self, _layer: PatchedLinear, _h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """0: the factor is chosen after the pass."""
-        return torch.zeros_like(y, dtype=dtype)
-
-    def on_mixture(self, _module: Any, _args: Any, output: Any) -> None:
+    def on_mixture(self, output: Tensor) -> None:
         """Keep a mixture's further terms for the rows without the context. If its writer is routed,
         they come from shared experts, else from routed ones.
         """
-        found = first_tensor(output)
-        assert found is not None
-        self._beside = self.split(found)[1]
-
-    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, _new_scale: Tensor) -> Tensor:
-        return self._with_context_alone(layer, x)
-
-    def _with_context_alone(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
-        """The norm's output with the context, and 0 for the rows without it."""
-        with_context = layer.base_layer(self.split(x)[0])
-        return self.join(with_context, torch.zeros_like(with_context), x)
+        self._beside = self.split(output)[1]
 
     def on_inner_sum(self, total: Tensor) -> Tensor:
         """:meth:`on_end`. Both streams go on from the context's sum, which the factors that are
@@ -303,9 +247,10 @@ class ExactDecodeRecorder(DecodeRecorder):
         self.total = total.reshape(-1, 1, total.shape[-1])
         self.context.output, _ = self.split(total)
         beside = self._beside if self.spec.writer is not Writer.SCALE else None
-        if beside is not None or self._writer_first:
+        if beside is not None or self.writer_first:
             # the model has rounded the sum of these terms; their replay adds them in fp64
-            self.residual = reduce(torch.add, [part.double() for _, part in self._residuals])
+            parts = [self.split(part)[1].double() for part in self._residuals]
+            self.residual = reduce(torch.add, parts)
         if self.residual is not None and beside is not None:
             self.residual = self.residual + self.spec.residual_multiplier * beside.double()
 
@@ -316,73 +261,69 @@ def close_blocks(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
     Returns:
         The elements that each block misses, (L, B).
     """
-    misses: list[Tensor] = []
-    _start_together([recorder for recorder in recorders if recorder.to_start is not None])
-    for _, group in groupby(recorders, _form):
-        alike = list(group)
-        residuals, closed = _closed(alike)
-        for recorder, residual, part in zip(alike, residuals, closed, strict=True):
-            recorder.keep_closed(part.factor, part.misses, residual)
-            misses.append(part.misses.squeeze(1))
-    return torch.stack(misses)
-
-
-def _start_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
-    """Keep the factors that exact weight and scale writers start from, of alike blocks at once."""
-    for _, group in groupby(recorders, lambda x: x.to_start and x.to_start.form):
-        alike = list(group)
-        writers = [recorder.to_start for recorder in alike if recorder.to_start is not None]
-        both = zip(*((x.h, x.y) for x in writers), strict=True)
-        h, y = (torch.stack(parts)[:, alike[0].rows :] for parts in both)
-        target = torch.stack([recorder.writer_target() for recorder in alike])
-        norms = [x.norm for x in writers if x.norm is not None]
-        if norms:
-            _start_scales(alike, norms, h, y, target)
-            continue
-        u, (v, inverse, _) = block_math.weight_update(target, h, torch.float64)
-        parts = (y.double(), u, v, inverse, block_math.weight_gain(h, v))
-        for recorder, writer, *factors in zip(alike, writers, *parts, strict=True):
-            recorder.keep_written(writer.layer, *factors)
-
-
-def _start_scales(
-    recorders: Sequence[ExactDecodeRecorder],
-    norms: Sequence[PatchedRMSNorm],
-    h: Tensor,
-    y: Tensor,
-    target: Tensor,
-) -> None:
-    """Keep the stable update that exact scale writers start from.
-
-    h (L, B, 1, K), y and target (L, B, 1, d): the input and plain output of every block's output
-    matrix, and the change of its norm's output.
-    """
-    first, scales = norms[0], torch.stack([norm.scale for norm in norms])
-    scale = scales[:, None, None].expand(y.shape)
-    u, new_scale, status = block_math.stable_scale(target, scale, y, first.eps)
-    v, inverse, _ = block_math.read_direction(h)
-    assert recorders[0].to_start is not None
-    dtype = recorders[0].to_start.dtype
-    u = block_math.move_off_zero(u, v, y, h, dtype)
-    gain = first.normalize(block_math.add_rank_one(y, h, u, v, dtype))
-    parts = (u, v, inverse, status, new_scale)
-    for recorder, norm, own, *factors in zip(recorders, norms, gain, *parts, strict=True):
-        recorder.keep_stable(norm, *factors)
-        recorder.postpone(torch.zeros_like(own), own, norm, "new_scale")
+    alike: dict[Any, list[ExactDecodeRecorder]] = defaultdict(list)
+    for recorder in recorders:
+        alike[_form(recorder)].append(recorder)
+    misses: dict[ExactDecodeRecorder, Tensor] = {}
+    for group in alike.values():
+        writers = [recorder.unwritten for recorder in group if recorder.unwritten is not None]
+        if writers:
+            _start(group, writers)
+        misses |= dict(zip(group, _close(group), strict=True))
+    return torch.stack([misses[recorder] for recorder in recorders])
 
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
     """Equal for blocks that can be closed in one call."""
-    writer = recorder.to_close
-    assert writer is not None and recorder.total is not None
-    shapes = (writer.base.shape, writer.gain.shape, recorder.total.shape)
-    dtypes = recorder.total.dtype, recorder.residual is None
-    return (*shapes, *dtypes, recorder.spec.residual_multiplier)
+    start, end, total = recorder.unwritten, recorder.to_close, recorder.total
+    assert total is not None
+    norm = None if start is None else start.norm
+    settings = None if norm is None else (norm.eps, norm.cast_first, norm.scale_offset)
+    if start is not None:
+        parts, dtype = (start.h, start.plain, total), start.dtype
+    else:
+        assert end is not None
+        parts, dtype = (end.base, end.gain, total), None
+    kinds = [(x.shape, x.dtype, x.device) for x in parts]
+    sums = recorder.residual is None, recorder.spec.residual_multiplier
+    return (dtype, *kinds, settings, *sums)
 
 
-def _closed(alike: Sequence[ExactDecodeRecorder]) -> tuple[Tensor, list[block_math.Closed]]:
-    """The residuals (L, B, 1, d) of blocks of one form, and
-    :func:`icl_patch.recording.block_math.close` of these blocks.
+def _start(recorders: Sequence[ExactDecodeRecorder], writers: Sequence[UnwrittenOutput]) -> None:
+    """Keep the factors that exact writers start from, of alike blocks: of weight writers those of
+    the direct update, of scale writers those of the stable one.
+    """
+    rows = recorders[0].rows
+    h, y = (torch.stack(x)[:, rows:] for x in zip(*((x.h, x.plain) for x in writers), strict=True))
+    target = torch.stack([recorder.writer_target() for recorder in recorders])
+    norms = [x.norm for x in writers if x.norm is not None]
+    if not norms:
+        u, (v, inverse, _) = block_math.weight_update(target, h, torch.float64)
+        gains = block_math.weight_gain(h, v)
+        for recorder, writer, base, gain, *factors in zip(
+            recorders, writers, y.double(), gains, u, v, inverse, strict=True
+        ):
+            recorder.keep_down(writer.layer, *factors)
+            recorder.postpone(base, gain, writer.layer, "u")
+        return
+    first, scales, dtype = norms[0], torch.stack([norm.scale for norm in norms]), writers[0].dtype
+    scales = scales[:, None, None].expand(y.shape)
+    u, scales, status = block_math.stable_scale(target, scales, y, first.eps)
+    v, inverse, _ = block_math.read_direction(h)
+    u = block_math.move_off_zero(u, v, y, h, dtype)
+    gains = first.normalize(block_math.add_rank_one(y, h, u, v, dtype))
+    for recorder, writer, norm, state, new_scale, gain, *factors in zip(
+        recorders, writers, norms, status, scales, gains, u, v, inverse, strict=True
+    ):
+        recorder.note(BlockDiagnostics.largest, "status", state)
+        recorder.keep_down(writer.layer, *factors)
+        recorder.keep(norm, new_scale=new_scale)
+        recorder.postpone(torch.zeros_like(gain), gain, norm, "new_scale")
+
+
+def _close(alike: Sequence[ExactDecodeRecorder]) -> Tensor:
+    """Choose the exact factors of blocks of one form. Returns the elements that each misses, (L,
+    B).
     """
 
     def stacked(parts: Iterable[Tensor | None]) -> Tensor:
@@ -400,4 +341,6 @@ def _closed(alike: Sequence[ExactDecodeRecorder]) -> tuple[Tensor, list[block_ma
         started_from=stacked(part.factor for part in writers),
         branch=alike[0].spec.residual_multiplier,
     )
-    return residual, [block_math.Closed(*part) for part in zip(*closed, strict=True)]
+    for recorder, *parts in zip(alike, closed.factor, closed.misses, residual, strict=True):
+        recorder.keep_closed(*parts)
+    return closed.misses.squeeze(-1)

@@ -86,40 +86,23 @@ class BlockDiagnostics:
             .clamp(min=torch.finfo(reference.dtype).tiny)
         )
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
-        self._largest("reader_error", error if error.dim() == 2 else error.amax(-1))
+        self.largest("reader_error", error if error.dim() == 2 else error.amax(-1))
 
     def reader_pair(self, pair: Tensor, change: Tensor) -> None:
         """:meth:`reader` for the outputs of both streams in one tensor, rows (2M, N)."""
         reference, patched = pair.reshape(2, *change.shape)
         self.reader(patched, reference, change)
 
-    def inversion(self, status: Tensor) -> None:
-        """Record the status of an RMSNorm inversion, (B, T)."""
-        self._largest("status", status)
+    def closing(self, misses: Tensor, *parts: Any) -> None:
+        """Record the misses (B, T) and the correction of an exact update.
 
-    def experts(self, changed: Tensor) -> None:
-        """Record how many chosen experts differ from those chosen with the context, (B, T)."""
-        self._largest("experts_changed", changed)
-
-    def closing(
-        self,
-        misses: Tensor,
-        factor: Tensor,
-        residual: Tensor,
-        base: Tensor,
-        gain: Tensor,
-        started_from: Tensor,
-        branch: float,
-    ) -> None:
-        """Record the misses (B, T) and the correction of an exact update, of the arguments of
-        :func:`icl_patch.recording.block_math.correction`.
+        parts: the arguments of :func:`icl_patch.recording.block_math.correction`.
         """
-        self._largest("misses", misses)
-        self._largest(
-            "correction", block_math.correction(factor, residual, base, gain, started_from, branch)
-        )
+        self.largest("misses", misses)
+        self.largest("correction", block_math.correction(*parts))
 
-    def _largest(self, name: str, value: Tensor) -> None:
+    def largest(self, name: str, value: Tensor) -> None:
+        """Record a number (B, T) of the report, unless a larger one has been recorded."""
         before = getattr(self.report, name)
         value = torch.where(self.valid, torch.maximum(before, value.to(before.dtype)), 0)
         self.report = replace(self.report, **{name: value})

@@ -24,7 +24,7 @@ def record_experts(
     output_ctx = None
     if z_ctx is not None and index_ctx is not None:
         of_context = (x[: recorder.rows] for x in (z, index, weights))
-        output_ctx = layer.unpatched(*of_context).reshape(*recorder.shape, -1)
+        output_ctx = recorder.unflat(layer.unpatched(*of_context))
         recorder.context.experts = (z_ctx, index_ctx)
     assert recorder.context.experts is not None
     z_ctx, index_ctx = recorder.context.experts
@@ -83,7 +83,7 @@ def _keep_index(
     """
     recorder.keep(layer, index=index)
     same = index.unsqueeze(-1) == index_ctx.unsqueeze(-2)
-    recorder.note(BlockDiagnostics.experts, (~same.any(-1)).sum(-1))
+    recorder.note(BlockDiagnostics.largest, "experts_changed", (~same.any(-1)).sum(-1))
     return same
 
 
@@ -93,7 +93,7 @@ def _read(
     """The active experts' first product (M, k, 2I) with its change, from the products of z and of
     z_ctx.
     """
-    u = recorder.zero_padding(recorder.unflat(block_math.reader_update(read_ctx, read)))
+    u = recorder.fill_padding(recorder.unflat(block_math.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
     recorder.refuse(f"the input z of {recorder.spec.experts} is 0", inverse, u, "input")
     recorder.keep(layer, read_u=u, read_v=v)
@@ -106,12 +106,32 @@ def _read(
 def _end(
     recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor
 ) -> Tensor:
-    """The experts' output (B, T, d), with the writer's change where the experts write."""
+    """The experts' output (B, T, d): where the experts write with their change, ``o + κ u``."""
     if not recorder.spec.experts_write(recorder.update):
         return out.to(h.dtype)
-    closes = recorder.spec.writer is Writer.EXPERTS
-    target = recorder.writer_target() if closes else recorder.invert_norms(out.to(h.dtype))
-    return _write(recorder, layer, h, weights, out, target)
+    last = recorder.spec.writer is Writer.EXPERTS  # else a norm reads the output
+    target = recorder.writer_target() if last else recorder.invert_norms(out.to(h.dtype))
+    closes = recorder.exact and last
+    wide = torch.float64 if closes else torch.promote_types(h.dtype, torch.float32)
+    slots = (recorder.unflat(weights), recorder.unflat(h))
+    update = block_math.expert_update(target, *slots, wide, bias=recorder.spec.expert_bias)
+    u, v, total, share = update
+    condition = f"the weights of the experts that {recorder.spec.experts} can use sum to 0"
+    recorder.refuse(condition, total, target.to(wide))
+    v = None if v is None else recorder.fill_padding(v)
+    gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
+    padded = recorder.fill_padding(u)
+    recorder.keep(layer, write_u=padded, write_v=v)
+    if closes:
+        recorder.postpone(out, gain, layer, "write_u")
+    written = layer.add_written(out, gain, padded, h.dtype)
+    if recorder.exact and not last:
+        addend = recorder.addend if recorder.spec.inner_norm is None else None
+        moved = block_math.off_zero(written, out, addend)
+        padded = recorder.fill_padding(u + (moved if v is not None else moved * share))
+        recorder.keep(layer, write_u=padded)
+        written = layer.add_written(out, gain, padded, h.dtype)
+    return written
 
 
 def record_scaled_experts(
@@ -124,8 +144,6 @@ def record_scaled_experts(
     index, slots = layer.active(own)
     if rows.shape[1] == 2 * batch:
         index_ctx, slots_ctx = layer.active(rows[:, :batch])
-        kept = (recorder.unflat(slots_ctx.flatten(1)), recorder.unflat(index_ctx))
-        recorder.context.experts = kept
     else:
         assert recorder.context.experts is not None
         slots_ctx, index_ctx = (part.flatten(0, 1) for part in recorder.context.experts)
@@ -143,7 +161,7 @@ def record_scaled_experts(
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
     change = block_math.reader_update(target, read)
     u = block_math.scaled_reader_update(change, scale)
-    u = recorder.zero_padding(recorder.unflat(u))
+    u = recorder.fill_padding(recorder.unflat(u))
     condition = f"the input of {recorder.spec.experts} is 0"
     recorder.refuse(condition, recorder.unflat(scale), recorder.unflat(change), "input")
     recorder.keep(layer, read_u=u, read_v=recorder.unflat(v))
@@ -156,35 +174,3 @@ def record_scaled_experts(
     reference, change = recorder.unflat(target), recorder.unflat(change)
     recorder.note(BlockDiagnostics.reader, patched, reference, change)
     return layer.with_read(x, add)
-
-
-def _write(
-    recorder: BlockRecorder,
-    layer: PatchedExperts,
-    h: Tensor,
-    weights: Tensor,
-    out: Tensor,
-    target: Tensor,
-) -> Tensor:
-    """The sum over the experts with the target added: ``o + κ u``."""
-    closes = recorder.exact and recorder.spec.writer is Writer.EXPERTS
-    wide = torch.float64 if closes else torch.promote_types(h.dtype, torch.float32)
-    slots = (recorder.unflat(weights), recorder.unflat(h))
-    update = block_math.expert_update(target, *slots, wide, bias=recorder.spec.expert_bias)
-    u, v, total, share = update
-    condition = f"the weights of the experts that {recorder.spec.experts} can use sum to 0"
-    recorder.refuse(condition, total, target.to(wide))
-    v = None if v is None else recorder.zero_padding(v)
-    gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
-    padded = recorder.zero_padding(u)
-    recorder.keep(layer, write_u=padded, **({} if v is None else {"write_v": v}))
-    if closes:
-        recorder.postpone(out, gain, layer, "write_u")
-    written = layer.add_written(out, gain, padded, h.dtype)
-    if recorder.exact and not closes:
-        addend = recorder.addend if recorder.spec.inner_norm is None else None
-        moved = block_math.off_zero(written, out, addend)
-        padded = recorder.zero_padding(u + (moved if v is not None else moved * share))
-        recorder.keep(layer, write_u=padded)
-        written = layer.add_written(out, gain, padded, h.dtype)
-    return written

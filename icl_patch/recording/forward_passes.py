@@ -66,8 +66,9 @@ def run_head(
     """Run the unmodified model on the head, into an empty cache: the logits (B, 1, V) of its last
     token.
     """
-    head = (sequences.head_ids, sequences.head_mask, sequences.head_positions)
-    return run(model, *head, cache, longest=sequences.longest, last_logits=1, **model_inputs)
+    ids, mask = sequences.ids[:, : sequences.head], sequences.mask[:, : sequences.head]
+    tokens, longest = (ids, mask, sequences.head_positions), sequences.longest
+    return run(model, *tokens, cache, longest=longest, last_logits=1, **model_inputs)
 
 
 def run_tail(
@@ -76,9 +77,8 @@ def run_tail(
     """The model with its context: columns of the tail on top of a cache of all before them ->
     logits (B, S, V).
     """
-    start = sequences.head_ids.shape[1]
-    columns = slice(*columns.indices(sequences.tail_ids.shape[1]))
-    positions = sequences.positions[:, start:][:, columns]
-    mask = sequences.mask[:, : start + columns.stop]
-    ids, longest = sequences.tail_ids[:, columns], sequences.longest
-    return run(model, ids, mask, positions, cache, longest=longest)
+    head = sequences.head
+    start, stop, _ = columns.indices(sequences.ids.shape[1] - head)
+    part = slice(head + start, head + stop)
+    tokens = (sequences.ids[:, part], sequences.mask[:, : part.stop], sequences.positions[:, part])
+    return run(model, *tokens, cache, longest=sequences.longest)

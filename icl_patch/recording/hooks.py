@@ -8,8 +8,6 @@ the model with its hooks and with the context.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import repeat
-from operator import is_
 from typing import Any
 
 from torch import nn
@@ -46,8 +44,6 @@ class Hooks:
         for path, part in parts:
             self._hooks += [(path, part._forward_pre_hooks), (path, part._forward_hooks)]
         self._dicts = [hooks for _, hooks in self._hooks]
-        self._attributes = [vars(part) for _, part, _ in self._forwards]
-        self._were = [was for _, _, was in self._forwards]
 
     def current(self) -> HookIds:
         """The module's path, and the hook's number or the forward, for each; empty without any.
@@ -56,9 +52,8 @@ class Hooks:
             UnsupportedModelError: a patched module has hooks and there are global hooks, which
                 then run twice for that module.
         """
-        # in few calls of the interpreter: this runs before every step
-        forwards = map(dict.get, self._attributes, repeat("forward"))
-        if not any(self._dicts) and all(map(is_, forwards, self._were)):
+        replaced = self._replaced()
+        if not any(self._dicts) and not replaced:  # quickly: this runs before every step
             return ()
         twice = [
             path for path, part in self._patched if part._forward_pre_hooks or part._forward_hooks
@@ -68,19 +63,17 @@ class Hooks:
                 f"expected forward hooks on {twice[0]} or global forward hooks, got both: remove"
                 " one of them",
             )
-        return tuple(self._each())
-
-    def _each(self) -> Iterator[tuple[str, Any]]:
-        for path, hooks in self._hooks:
-            for number, hook in list(hooks.items()):  # another thread may add one meanwhile
-                if getattr(hook, "__module__", None) != _CAPTURING:
-                    yield path, number
-        for path, part, _ in self._replaced():
-            yield path, vars(part).get("forward")
+        numbers = [
+            (path, number)
+            for path, hooks in self._hooks
+            for number, hook in list(hooks.items())  # another thread may add one meanwhile
+            if getattr(hook, "__module__", None) != _CAPTURING
+        ]
+        return (*numbers, *((path, vars(part).get("forward")) for path, part, _ in replaced))
 
     def _replaced(self) -> list[tuple[str, nn.Module, Any]]:
         """The modules that have another forward than then."""
-        return [x for x in self._forwards if vars(x[1]).get("forward") is not x[2]]
+        return [x for x in self._forwards if x[1].__dict__.get("forward") is not x[2]]
 
     @contextmanager
     def removed(self) -> Iterator[None]:

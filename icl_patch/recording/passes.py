@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
@@ -20,7 +20,6 @@ from icl_patch.layers.router import PatchedRouter
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import counts_slots
-from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import (
@@ -68,44 +67,40 @@ def _observe_block(block: AttachedBlock, found: list[BlockActivations], hooks: E
     def kept(x: Tensor) -> Tensor:
         return x.reshape(*rows, -1).clone()
 
-    def on_start(shape: Any) -> None:
+    def on_start(x: Tensor) -> None:
         nonlocal rows
-        rows = shape
+        rows = x.shape[-3:-1]
         found.append(BlockActivations())
 
     def on_residual(x: Tensor) -> None:
         x, hidden = kept(x).to(torch.promote_types(x.dtype, torch.float32)), found[-1].hidden
         found[-1].hidden = x if hidden is None else hidden + x
 
-    def on_output(name: str, out: Tensor) -> None:
+    def on_reader(name: str, out: Tensor) -> None:
         found[-1].readers[name] = kept(out)
 
     def on_choice(z: Tensor, index: Tensor) -> None:
         found[-1].experts = (kept(z), kept(index))
 
-    def on_written(_module: nn.Module, _args: Any, out: Tensor) -> None:
+    def on_written(out: Tensor) -> None:
         found[-1].written = kept(out)
 
     def on_end(total: Tensor) -> None:
         found[-1].output = kept(total)
 
-    block.hook_start(hooks, on_start)
+    block.hook_input(hooks, block.module, on_start)
     block.hook_residual(hooks, on_residual)
     for name, reader in block.readers.items():
         if isinstance(reader, PatchedRouter):
-            reader.observer = partial(on_output, name)
+            reader.observer = partial(on_reader, name)
             hooks.callback(setattr, reader, "observer", None)
         else:
-            block.hook(
-                hooks,
-                reader.register_forward_hook,
-                lambda _module, _args, out, name=name: on_output(name, out),
-            )
+            block.hook_output(hooks, reader, partial(on_reader, name))
     if block.experts is not None:
         block.experts.observer = on_choice
         hooks.callback(setattr, block.experts, "observer", None)
     if block.spec.mixer and block.down is not None:
-        block.hook(hooks, block.down.register_forward_hook, on_written)
+        block.hook_output(hooks, block.down, on_written)
     block.hook_end(hooks, on_end)
 
 
@@ -133,11 +128,10 @@ def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
     block = recorder.block
     for name, reader in block.readers.items():
         record = recorder.router if isinstance(reader, PatchedRouter) else recorder.reader
-        reader.record(lambda layer, *inputs, name=name, record=record: record(name, layer, *inputs))
+        reader.record(partial(record, name))
     if block.experts is not None:
         scaled = block.spec.experts_scale_input
-        record_these: Any = record_scaled_experts if scaled else record_experts
-        block.experts.record(lambda layer, *inputs: record_these(recorder, layer, *inputs))
+        block.experts.record(partial(record_scaled_experts if scaled else record_experts, recorder))
     if block.down is not None:
         block.down.record(recorder.down)
     if block.post_norm is not None:
@@ -146,7 +140,7 @@ def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
         block.inner_norm.record(recorder.inner_norm)
     if block.spec.addend is not None:
         addend = block.module.get_submodule(block.spec.addend)
-        block.hook(stack, addend.register_forward_hook, recorder.on_addend)
+        block.hook_output(stack, addend, recorder.on_addend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,12 +149,14 @@ class Computation:
 
     Attributes:
         patch: the patch.
+        valid: (B, T) bool, the tokens that have a patch.
         reduced_logits: (B, T, V) of the reduced stream.
         activations: of every block, with the context.
         violations: of every block, the conditions that were looked at.
     """
 
     patch: ContextPatch
+    valid: Tensor
     reduced_logits: Tensor
     activations: list[BlockActivations]
     violations: Violations
@@ -174,8 +170,8 @@ def compute_in_two_passes(
 
     live: (B, 1) bool, the rows that get a patch; all by default.
     """
-    kept = sequences.kept_columns
-    parts = token_slices(sequences.tail_ids.shape[1], attached.recurrent)
+    kept = sequences.kept_columns.tolist()
+    parts = token_slices(sequences.ids.shape[1] - sequences.head, attached.recurrent)
     with observe(attached.blocks) as found:
         logits = [forward_passes.run_tail(attached.model, sequences, cache, x) for x in parts]
     patch = attached.empty_patch(sequences, passes=2)
@@ -198,13 +194,13 @@ def run_closing_pass(
     """
     blocks, recurrent = attached.blocks, attached.recurrent
     prefix = prefix_cache(attached.model, patch) if prefix is None else prefix
+    valid = patch.kept_mask if live is None else patch.kept_mask & live
     calls: list[list[BlockDiagnostics]] = []
     layers: list[tuple[Factors, ...]] = []
     reduced: list[Tensor] = []
     for part in token_slices(patch.kept_ids.shape[1], recurrent):
-        valid = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
         recorders = [
-            BlockRecorder(block, update, valid, context.part(part))
+            BlockRecorder(block, update, valid[:, part], context.part(part))
             for block, context in zip(blocks, activations, strict=True)
         ]
         with running_in(patch.info.arithmetic, attached.model), computing_factors(recorders):
@@ -214,9 +210,9 @@ def run_closing_pass(
         calls.append([recorder.diagnostics for recorder in recorders])
     logits, exact = torch.cat(reduced, 1), update == "exact"
     patch, violations = filled(
-        attached, patch, joined(layers), calls, logits, live, identical=exact
+        attached, patch, joined(layers), calls, logits, valid, identical=exact
     )
-    return Computation(patch, logits, activations, violations)
+    return Computation(patch, valid, logits, activations, violations)
 
 
 # -- replaying
@@ -265,8 +261,8 @@ def replay_observed(
 def replay_compared(
     attached: HasBlocks, patch: ContextPatch, outputs: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Replay a patch and compare every block's sum with ``outputs``, (B, T, d) each: logits (B, T,
-    V), and how many elements differ, (L, B, T) int64.
+    """Replay an exact patch and compare every block's sum with ``outputs``, (B, T, d) each: logits
+    (B, T, V), and how many elements differ, (L, B, T) int64.
 
     Columns of padding count as equal.
     """
@@ -285,10 +281,8 @@ def replay_compared(
             block.hook_end(hooks, partial(compare, layer))
         logits = replay_logits(attached, patch, prefix)
     misses = torch.stack([torch.cat(parts, 1) for parts in missed]) * mask
-    if stage_of(attached.model) is not None:
-        parts = attached.ranks.joined([{"misses": misses}], misses.device)
-        misses = torch.cat([part["misses"] for part in parts])
-    return logits, misses
+    of_ranks = attached.ranks.joined([{"misses": misses}], misses.device)
+    return logits, torch.cat([part["misses"] for part in of_ranks])
 
 
 def prefix_cache(model: PreTrainedModel, patch: ContextPatch) -> DynamicCache:

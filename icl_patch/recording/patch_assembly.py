@@ -1,10 +1,10 @@
 """Assembling a patch: the factors of all blocks, the report on them, the digest of its replay."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.invariance.arithmetic import rounding_dtype
@@ -24,7 +24,7 @@ def filled(
     layers: tuple[Factors, ...],
     calls: list[list[BlockDiagnostics]],
     logits: Tensor | None,
-    live: Tensor | None,
+    valid: Tensor,
     *,
     identical: bool,
 ) -> tuple[ContextPatch, Violations]:
@@ -36,7 +36,7 @@ def filled(
         layers: the factors of the blocks on this rank, of all tokens.
         calls: the blocks' diagnostics in every call of the model.
         logits: those of the replay, (B, T, V); None for no digest.
-        live: (B, 1) bool, the rows that have a patch; None for all.
+        valid: (B, T) bool, the tokens that have a patch.
         identical: whether the replay is to have all bits of the run with the context.
 
     Raises:
@@ -47,9 +47,8 @@ def filled(
     patch = replace(patch, layers=layers_of_all(attached, layers, device), report=report)
     if logits is None:
         return patch, violations
-    known = patch.kept_mask if live is None else patch.kept_mask & live
     dtype = rounding_dtype(patch.info.arithmetic, attached.model)
-    digest = LogitDigest.of(logits, known, dtype, identical=identical)
+    digest = LogitDigest.of(logits, valid, dtype, identical=identical)
     return patch.with_digest(digest), violations
 
 
@@ -78,16 +77,15 @@ def report_of_all(
                 block.check()
         except ControllabilityError as error:
             raise ControllabilityError(str(error), violations) from None
-        names = [entry.name for entry in fields(PatchReport)]
-        return {name: torch.stack([getattr(x.report, name) for x in blocks]) for name in names}
+        stacked = tree_map(lambda *x: torch.stack(x), *[block.report for block in blocks])
+        return dict(vars(stacked))
 
     ranks = attached.ranks
     parts = ranks.joined([ranks.shared(report)], device)
     shared = ranks.size > 1 and stage_of(attached.model) is None  # each has a part of each matrix
     join = (lambda x: torch.stack(x).amax(0)) if shared else torch.cat
-    return PatchReport(
-        **{name: join([part[name] for part in parts]) for name in parts[0]}
-    ), violations
+    report_of = {name: join([part[name] for part in parts]) for name in parts[0]}
+    return PatchReport(**report_of), violations
 
 
 def agree_on_violations(attached: HasBlocks, blocks: list[BlockDiagnostics]) -> None:
@@ -118,17 +116,13 @@ def layers_of_all(
         for layer, block in zip(layers, attached.blocks, strict=True)
     ]
     joined, count = ranks.joined(parts, device), len(layers)
+    of_ranks = [joined[block::count] for block in range(count)]
 
     def whole(name: str, parts: list[Tensor]) -> Tensor:
         x = torch.cat(parts, -1)
         return read_direction(x, x.dtype).v if name.endswith(".v") else x  # v was h so far
 
     return tuple(
-        {
-            name: whole(name, [joined[k][name] for k in range(i, len(joined), count)])
-            if name in parts[i]
-            else x
-            for name, x in layer.items()
-        }
-        for i, layer in enumerate(layers)
+        layer | {name: whole(name, [part[name] for part in parts]) for name in parts[0]}
+        for layer, parts in zip(layers, of_ranks, strict=True)
     )

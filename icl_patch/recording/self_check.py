@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block
-from icl_patch.models.forward import call, counts_slots
+from icl_patch.models.forward import counts_slots
 from icl_patch.models.language_model import text_config
 from icl_patch.models.model_checks import above_range
 from icl_patch.models.pipeline import stage_of
@@ -37,7 +36,7 @@ from icl_patch.recording.passes import (
     replay_logits,
     run_closing_pass,
 )
-from icl_patch.recording.sequences import assemble
+from icl_patch.recording.sequences import assemble, without_padding
 from icl_patch.tolerances import SIXTEEN_BITS, rounding_limit
 
 # The probe is a power of two, far above the residual stream and far below the limits of fp64.
@@ -78,31 +77,26 @@ def _sums(attached: HasBlocks, blocks: list[AttachedBlock], ids: Tensor) -> list
     """The sums (2, T, d) of the blocks in fp64. Behind its sum a block goes on with ones, so that
     the blocks after it read the same in both rows.
     """
-    sums: dict[str, Tensor] = {}
+    sums: list[Tensor] = []
 
-    def write(_module: Any, _args: Any, out: Tensor) -> Tensor:
+    def write(out: Tensor) -> Tensor:
         written = torch.zeros_like(out, dtype=torch.float64)
         # (2, T, d), or these rows one after the other for each expert
         written.view(-1, ids.numel(), out.shape[-1])[:, ids.shape[1] :] = _PROBE
         return written
 
-    def end(block: AttachedBlock) -> Any:
-        def hook(total: Tensor) -> Tensor:
-            sums[block.path] = total.as_subclass(Tensor).double().reshape(2, -1)
-            return torch.ones_like(total, dtype=block.dtype)
-
-        return hook
+    def end(block: AttachedBlock, total: Tensor) -> Tensor:
+        sums.append(total.as_subclass(Tensor).double().reshape(2, -1))
+        return torch.ones_like(total, dtype=block.dtype)
 
     with ExitStack() as hooks:
         for block in blocks:
-            block.hook(hooks, block.writer.register_forward_hook, write)
+            block.hook_output(hooks, block.writer, write)
             block.keep_unrounded(hooks)
-            block.hook_end(hooks, end(block), first=True)
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        call(
-            attached.model, ids, torch.ones_like(ids), positions, kv_cache.new_cache(attached.model)
-        )
-    return [sums[block.path] for block in blocks]
+            block.hook_end(hooks, partial(end, block), first=True)
+        cache = kv_cache.new_cache(attached.model)
+        forward_passes.run_tail(attached.model, without_padding(ids), cache)
+    return sums
 
 
 class SelfCheck:
@@ -259,15 +253,16 @@ class SelfCheck:
         replayed = replay_logits(attached, patch, deepcopy(prefix))[rows]
         # sums of several ranks may be taken in another order
         split_sums = attached.ranks.size > 1 and stage_of(self._model) is None
-        compare = _near if report.misses.any() or split_sums else torch.equal
-        if attached.ranks.any(not compare(replayed, patch.logits[rows])):
+        rounded, expected = bool(report.misses.any()) or split_sums, patch.logits[rows]
+        same = _near(replayed, expected).all() if rounded else torch.equal(replayed, expected)
+        if attached.ranks.any(not same):
             return f"{self._name} has blocks that hand on more of their context than their sum"
         return None
 
     def _hidden_reason(self, alone: Tensor, logits: Tensor) -> str | None:
         """Why kept tokens alone are others than with the context hidden, None if they are not."""
         hidden = ~self._live.squeeze(1)
-        near = metrics.linf(alone[hidden], logits[hidden]) <= _limit(logits)
+        near = _near(alone[hidden], logits[hidden])
         # in half precision rounding may choose other experts for some tokens, or change them more
         # in another way; a wrong mask changes all of them
         if near.all() or (self._model.dtype in SIXTEEN_BITS and 2 * near.sum() >= near.numel()):
@@ -285,7 +280,6 @@ def _check_readers(block: AttachedBlock, called: Iterable[str]) -> None:
         raise UnsupportedModelError(f"{block.path} does not call its readers {', '.join(missing)}")
 
 
-@torch.no_grad()
 def takes_padding(
     model: PreTrainedModel, recurrent: bool, tokenizer: PreTrainedTokenizerBase | None
 ) -> bool:
@@ -298,22 +292,22 @@ def takes_padding(
     """
     ids = trial_tokens(model, 6, 0, tokenizer)
 
-    def logits(columns: slice, token: int) -> Tensor:
+    def logits(token: int) -> Tensor:
         """The last token's logits (B, 1, V), behind a ``token`` that the mask hides."""
-        padded = F.pad(ids, (1, 0), value=token)[:, columns]
-        mask = F.pad(torch.ones_like(ids, dtype=torch.bool), (1, 0))[:, columns]
-        cache, positions = kv_cache.new_cache(model), (mask.long().cumsum(1) - 1).clamp(min=0)
-        return forward_passes.run(
-            model, padded, mask, positions, cache, longest=ids.shape[1], last_logits=1
-        )
+        mask = F.pad(row.mask, (1, 0))
+        padded = replace(row, ids=F.pad(ids, (1, 0), value=token), mask=mask)
+        return forward_passes.run_whole(model, padded)
 
-    padded, alone = logits(slice(None), 0), logits(slice(1, None), 0)
+    row = without_padding(ids)
+    padded, alone = logits(0), forward_passes.run_whole(model, row)
     few_bits, settings = model.dtype in SIXTEEN_BITS, vars(text_config(model)).items()
     if any("expert" in name and type(value) is int and value for name, value in settings):
-        return few_bits or _near(padded, alone)
-    if recurrent and not torch.equal(padded, logits(slice(None), 1)):
+        return few_bits or bool(_near(padded, alone).all())
+    if recurrent and not torch.equal(padded, logits(1)):
         return False
-    return torch.equal(padded, alone) if counts_slots(model) and few_bits else _near(padded, alone)
+    if counts_slots(model) and few_bits:
+        return torch.equal(padded, alone)
+    return bool(_near(padded, alone).all())
 
 
 def _can_be_cut(layer: object) -> bool:
@@ -322,11 +316,6 @@ def _can_be_cut(layer: object) -> bool:
     return type(layer) is DynamicLayer and layer.is_initialized
 
 
-def _near(logits: Tensor, expected: Tensor) -> bool:
-    """Whether each token's logits are the same up to rounding."""
-    return bool((metrics.linf(logits, expected) <= _limit(expected)).all())
-
-
-def _limit(logits: Tensor) -> float:
-    """The error that may be rounding."""
-    return min(1.0, rounding_limit(logits.dtype))
+def _near(logits: Tensor, expected: Tensor) -> Tensor:
+    """Which tokens' logits are the same up to rounding."""
+    return metrics.linf(logits, expected) <= min(1.0, rounding_limit(expected.dtype))

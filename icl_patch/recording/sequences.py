@@ -14,46 +14,30 @@ from icl_patch.models.positions import switch_lengths
 
 @dataclass(frozen=True)
 class Sequences:
-    """``C = [P, Y, X]`` of a batch, split where the model is run: first ``head = [P, Y]``, then
-    ``tail``, which holds the kept tokens.
+    """``C = [P, Y, X]`` of a batch. The model is run first on the *head* ``[P, Y]``, then on the
+    *tail*, which holds the kept tokens.
 
-    ids int64, masks bool; ``absorbed`` marks the tokens hidden from the reduced stream. The head is
-    left-padded and the tail right-padded, with no padding in between: differences of slots are
-    differences of positions.
+    The head is left-padded and the tail right-padded, with no padding in between: differences of
+    slots are differences of positions.
 
     Attributes:
-        head_ids, head_mask, head_absorbed: (B, H).
-        tail_ids, tail_mask: (B, S).
-        tail_absorbed: (S,) absorbed spans after the first, between kept tokens.
+        ids: (B, N) int64.
+        mask: (B, N) bool.
+        absorbed: (B, N) bool, the tokens hidden from the reduced stream. The tail may hold absorbed
+            spans too, the same for all rows.
+        head: the number of the head's columns.
         media: positions of the head's first columns, where images have no single numbers (M-RoPE).
     """
 
-    head_ids: Tensor
-    head_mask: Tensor
-    head_absorbed: Tensor
-    tail_ids: Tensor
-    tail_mask: Tensor
-    tail_absorbed: Tensor
+    ids: Tensor
+    mask: Tensor
+    absorbed: Tensor
+    head: int
     media: MediaPositions | None = None
 
     @property
-    def ids(self) -> Tensor:
-        """(B, H + S)."""
-        return torch.cat([self.head_ids, self.tail_ids], 1)
-
-    @property
-    def mask(self) -> Tensor:
-        """(B, H + S)."""
-        return torch.cat([self.head_mask, self.tail_mask], 1)
-
-    @property
-    def absorbed(self) -> Tensor:
-        """(B, H + S)."""
-        return torch.cat([self.head_absorbed, self.tail_absorbed.expand_as(self.tail_mask)], 1)
-
-    @property
     def positions(self) -> Tensor:
-        """(B, H + S) int64; padding has the position of the token before it, or 0. The columns of
+        """(B, N) int64; padding has the position of the token before it, or 0. The columns of
         ``media`` have others, see :attr:`head_positions`.
         """
         counted = (self.mask.long().cumsum(1) - 1).clamp(min=0)
@@ -64,11 +48,16 @@ class Sequences:
     @property
     def head_positions(self) -> Tensor:
         """(B, H) int64; (3, B, H) with ``media``."""
-        counted = self.positions[:, : self.head_ids.shape[1]]
+        counted = self.positions[:, : self.head]
         if self.media is None:
             return counted
         head = self.media.head
         return torch.cat([head, counted[:, head.shape[-1] :].expand(len(head), -1, -1)], -1)
+
+    @property
+    def prefix(self) -> Tensor:
+        """(B, H) bool, the head's tokens that stay."""
+        return (self.mask & ~self.absorbed)[:, : self.head]
 
     @property
     def longest(self) -> Tensor:
@@ -78,12 +67,12 @@ class Sequences:
     @property
     def kept_columns(self) -> Tensor:
         """The tail's columns of kept tokens."""
-        return (~self.tail_absorbed).nonzero().squeeze(1)
+        return (~self.absorbed[0, self.head :]).nonzero().squeeze(1)
 
     @property
     def kept_slots(self) -> Tensor:
-        """(T,) the kept tokens' slots in the whole sequence."""
-        return self.head_ids.shape[1] + self.kept_columns
+        """(T,) the kept tokens' columns in the whole sequence."""
+        return self.head + self.kept_columns
 
 
 def with_media(
@@ -96,8 +85,8 @@ def with_media(
     Raises:
         ValueError: as :func:`icl_patch.models.forward.media_positions`.
     """
-    media = media_positions(model, sequences.head_ids, sequences.head_mask, model_inputs)
-    return replace(sequences, media=media)
+    head_ids, head_mask = sequences.ids[:, : sequences.head], sequences.mask[:, : sequences.head]
+    return replace(sequences, media=media_positions(model, head_ids, head_mask, model_inputs))
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -186,14 +175,15 @@ def absorb_all_but_last(ids: Tensor, mask: Tensor, keep_first: int = 0) -> Seque
     """A checked context as sequences with the last token kept, and the first ``keep_first``; a
     context of one token has nothing to absorb.
     """
-    return Sequences(
-        head_ids=ids[:, :-1],
-        head_mask=mask[:, :-1],
-        head_absorbed=behind_first(mask[:, :-1], keep_first),
-        tail_ids=ids[:, -1:],
-        tail_mask=mask[:, -1:],
-        tail_absorbed=torch.zeros_like(mask[0, -1:]),
-    )
+    absorbed = behind_first(mask, keep_first)
+    absorbed[:, -1] = False
+    return Sequences(ids, mask, absorbed, ids.shape[1] - 1)
+
+
+def without_padding(ids: Tensor) -> Sequences:
+    """Tokens (B, T) of which none is padding or absorbed, as a tail without a head."""
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return Sequences(ids, mask, ~mask, head=0)
 
 
 def switches(model: PreTrainedModel, sequences: Sequences) -> bool:
@@ -223,25 +213,22 @@ def assemble(
         raise ValueError(f"expected at least one kept token, got kept_ids {tuple(kept_ids.shape)}")
     _check_padding("kept", kept_mask, "right")
     spans = _spans(absorbed, context_ids.shape[1])
-    split = spans[0][1]
-    hidden = torch.zeros_like(context_mask[0])
+    first, head = spans[0]
+    hidden = torch.zeros_like(context_mask)
     for start, stop in spans:
-        hidden[start:stop] = True
-    head_mask = context_mask[:, :split]
-    head_absorbed = behind_first(head_mask, keep_first) & hidden[:split]
-    empty = ~head_absorbed.any(1)
+        hidden[:, start:stop] = True
+    leaving = behind_first(context_mask, keep_first) & hidden
+    empty = ~leaving[:, :head].any(1)
     if empty.any():
         row = int(empty.nonzero()[0])
-        there = int(head_mask[row, spans[0][0] :].sum())
+        there = int(context_mask[row, first:head].sum())
         raise ValueError(
             f"expected a token in the first absorbed span of every row, row {row} has "
             + (f"only the first {keep_first}, which stay" if there else "only padding there")
         )
     return Sequences(
-        head_ids=context_ids[:, :split],
-        head_mask=head_mask,
-        head_absorbed=head_absorbed,
-        tail_ids=torch.cat([context_ids[:, split:], kept_ids], 1),
-        tail_mask=torch.cat([context_mask[:, split:], kept_mask], 1),
-        tail_absorbed=torch.cat([hidden[split:], torch.zeros_like(kept_mask[0])]),
+        ids=torch.cat([context_ids, kept_ids], 1),
+        mask=torch.cat([context_mask, kept_mask], 1),
+        absorbed=torch.cat([leaving, torch.zeros_like(kept_mask)], 1),
+        head=head,
     )

@@ -61,7 +61,7 @@ def one_call(model: nn.Module, sequences: Sequences) -> Tensor:
     """The untouched model over all tokens in one call: logits of the tail (B, S, V)."""
     ids, mask, positions = sequences.ids, sequences.mask.long(), sequences.positions
     logits = model(ids, attention_mask=mask, position_ids=positions).logits
-    return logits[:, sequences.head_ids.shape[1] :]
+    return logits[:, sequences.head :]
 
 
 def off(logits: Tensor, expected: Tensor) -> float:

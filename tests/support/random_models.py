@@ -221,8 +221,8 @@ class Stock:
     def logits(self, arguments: dict) -> Tensor:
         """Of the kept tokens; a recurrent model takes the tokens after its context one by one."""
         sequences, cache = assemble(**arguments), DynamicCache(config=self.model.config)
-        width, total = sequences.head_ids.shape[1], sequences.mask.shape[1]
-        ids, positions = torch.cat([sequences.head_ids, sequences.tail_ids], 1), sequences.positions
+        width, total = sequences.head, sequences.mask.shape[1]
+        ids, positions = sequences.ids, sequences.positions
         ends = [width, *(range(width + 1, total + 1) if self.recurrent else [total])]
         made = []
         for start, end in zip([0, *ends], ends, strict=False):
