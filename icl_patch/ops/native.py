@@ -23,8 +23,9 @@ def _load() -> str | None:
     """Load the library: None, or the reason why there is none."""
     if not _LIBRARY.exists():
         return (
-            "it was not built. Install torch and a C++ compiler, then icl-patch again with"
-            " pip install --no-build-isolation (pip builds without torch otherwise);"
+            f"it was not built: there is no {_LIBRARY}. Install torch and a C++ compiler, then"
+            " icl-patch again with pip install --no-build-isolation -e . (pip builds without torch"
+            " otherwise, and Python started in a checkout imports that);"
             " ICL_PATCH_OPS=torch asks for plain torch without this warning"
         )
     try:
