@@ -102,7 +102,7 @@ NARROW = (
 WARM, STEPS = 8, 40  # of each way in a round
 
 
-def host(rounds: str = "7") -> None:
+def host(rounds: str = "25") -> None:
     """The thread's CPU time of a decode step over a context of 64 tokens, all ways in turn: the
     median step of each round, and the median of the rounds' ratios to the model's own step.
     """
