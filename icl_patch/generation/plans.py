@@ -46,11 +46,13 @@ class StepPlans:
         attached: the model.
         reusable_steps: the last ones that contexts gave back, by everything that they depend on.
         sources: of the last program that was recorded; None if it was given up.
+        refused: the reasons against steps that were made and had other logits, by the same.
         warned: the reasons against a program that were given already.
     """
 
     attached: AttachedModel
     reusable_steps: dict[Any, Any] = field(default_factory=dict)
+    refused: dict[Any, str] = field(default_factory=dict)
     sources: deque[str | None] = field(default_factory=lambda: deque(maxlen=1))
     warned: set[str] = field(default_factory=set)
     # by mode and what the model ran; the reason in place of a plan that it does not allow
@@ -61,6 +63,7 @@ class StepPlans:
         """Forget everything about the model."""
         self._tried.clear()
         self.reusable_steps.clear()
+        self.refused.clear()
         self.sources.clear()
 
     def choose(self, mode: str = AUTO_MODE, *, one_pass: bool = False) -> OnePassPlan | None:

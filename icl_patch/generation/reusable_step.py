@@ -6,6 +6,7 @@ The step reads and writes fixed buffers, so it serves later tokens and later con
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -182,14 +183,16 @@ def _first_run(
     step: ReusableStep,
     state: DecodeState,
     growing: DecodeStep,
+    key: tuple[Any, ...],
     *,
     compiled: bool,
 ) -> StepOutput:
     """Run a new step's first token, and compare its logits with those of the ``growing`` step,
-    whose cache has no empty columns. A program with other logits is given up for that step.
+    whose cache has no empty columns. A step with other logits is not made again; in a program's
+    place the growing step goes on.
 
     Raises:
-        UnsupportedModelError: they do, and the step is compiled.
+        UnsupportedModelError: a compiled step has other logits.
     """
     output, attached = step.run(), plans.attached
     growing.inputs.advance(step.inputs.current[: growing.batch, 0])
@@ -203,9 +206,13 @@ def _first_run(
     reason = f"its logits change by {error:.1g} in a cache with room for more tokens"
     plans.sources.append(None)
     if compiled:
-        name = type(attached.model).__name__
-        raise UnsupportedModelError(f"compile does not cover {name}: {reason}")
+        reason = f"compile does not cover {type(attached.model).__name__}: {reason}"
+    plans.refused[key] = reason
+    if compiled:
+        raise UnsupportedModelError(reason)
+    plans.warned.add(reason)
     warn_slower(attached.model, step.inputs.current.device, reason)
+    kv_cache.reserve(growing.inputs.cache, state.ids.shape[1])
     state.run, state.inputs = growing, growing.inputs
     return expected
 
@@ -225,12 +232,14 @@ def use_reusable_step(
     # a program depends on the model's code, of which the plan is, and on its weights' addresses
     weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     key = (state.run.plan, len(state.ids), capacity, compiled, *weights)
+    if (reason := plans.refused.get(key)) is not None:
+        raise UnsupportedModelError(reason)
     step = kept.pop(key, None)
     if step is None:
         step = ReusableStep(state, capacity, compiled=compiled, on_source=plans.sources.append)
     step.start_from(state.inputs)
     growing, state.inputs = state.run, step.inputs
-    first_run = partial(_first_run, plans, step, state, growing, compiled=compiled)
+    first_run = partial(_first_run, plans, step, state, growing, key, compiled=compiled)
     state.run = step.run if step.is_proven else first_run
 
     def release() -> None:

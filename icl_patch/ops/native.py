@@ -24,8 +24,8 @@ def _load() -> str | None:
     if not _LIBRARY.exists():
         return (
             f"it was not built: there is no {_LIBRARY}. Install torch and a C++ compiler, then"
-            " icl-patch again with pip install --no-build-isolation -e . (pip builds without torch"
-            " otherwise, and Python started in a checkout imports that);"
+            " icl-patch again with pip install --no-build-isolation -e . (otherwise pip builds"
+            " without torch, and Python finds no library when it starts in the checkout);"
             " ICL_PATCH_OPS=torch asks for plain torch without this warning"
         )
     try:

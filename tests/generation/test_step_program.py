@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from icl_patch import ContextPatcher, UnsupportedModelError, ops
 from icl_patch.errors import SlowerStepsWarning
+from icl_patch.generation import reusable_step
 from icl_patch.generation.decode_step import StepOutput
 from icl_patch.generation.decoding import DecodeState, decode_one_token, start_decoding
 from icl_patch.generation.loop import GenerationStep
@@ -242,6 +243,11 @@ def test_logits_that_depend_on_the_columns_of_the_cache(
         with pytest.warns(SlowerStepsWarning, match=reason):
             found = steps_of(patcher)
         assert patcher.step_source is None and not patcher.plans.reusable_steps
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SlowerStepsWarning)
+            with monkeypatch.context() as none_is_made:
+                none_is_made.setattr(reusable_step, "ReusableStep", None)
+                steps_of(patcher)  # it is said once
         with pytest.raises(UnsupportedModelError, match=f"compile does not cover .*{reason}"):
             steps_of(patcher, compile=True)
     for step, other in zip(found, wanted, strict=True):
