@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 import icl_patch
+from icl_patch.atomic_file import write_atomically
 from icl_patch.bench.harness import Case
 from icl_patch.evaluation.report import markdown
 from icl_patch.ops import native
-from icl_patch.patch.atomic_file import write_atomically
 
 Row = Mapping[str, Any]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from icl_patch.atomic_file import write_atomically
 from icl_patch.bench.cases.linear import (
     CONV1D,
     SHAPES,
@@ -39,7 +40,6 @@ from icl_patch.kernels.runtime.config import (
     gpu_name,
     slug,
 )
-from icl_patch.patch.atomic_file import write_atomically
 
 LIMITS = (1728, 4096, 16384, None)
 """The largest N of the classes that have a configuration of their own."""

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, or write the tables again; 1 if a call failed."""
+    from icl_patch.atomic_file import write_atomically
     from icl_patch.bench.results import Results, load_all, page, table
-    from icl_patch.patch.atomic_file import write_atomically
 
     if unknown := [name for name in options.name if name not in BENCHMARKS]:
         raise ValueError(

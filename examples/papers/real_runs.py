@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import track
 
 from icl_patch import ContextPatcher
+from icl_patch.atomic_file import write_atomically
 from icl_patch.bench.results import code_fingerprint
 from icl_patch.evaluation.loading import load_model
-from icl_patch.patch.atomic_file import write_atomically
 
 
 @dataclass(frozen=True)

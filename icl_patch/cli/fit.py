@@ -213,7 +213,7 @@ def kept_answers(
     Raises:
         ValueError: the file there holds something else, or answers of another model.
     """
-    from icl_patch.patch.atomic_file import write_atomically
+    from icl_patch.atomic_file import write_atomically
     from icl_patch.patch.fingerprints import weight_fingerprint
 
     file: Path = options.out.with_suffix(".answers.json")

@@ -34,9 +34,9 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = common.load_tokenizer(options)
     prompt = common.read_prompt(options, tokenizer)
     model, _ = common.load(options, tokenizer)
+    from icl_patch.atomic_file import write_atomically
     from icl_patch.evaluation import report
     from icl_patch.evaluation.context_report import context_report, to_html
-    from icl_patch.patch.atomic_file import write_atomically
 
     def answered(answers: dict[str, str], front: str) -> None:
         if not options.json:

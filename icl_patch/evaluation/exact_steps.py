@@ -16,7 +16,7 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass
 from icl_patch.generation.decoding import decode_one_token, start_decoding
 from icl_patch.generation.plans import StepPlans
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE
 from icl_patch.layers.device_hooks import has_accelerate_hooks
 from icl_patch.models.forward import media_positions
 from icl_patch.models.ranks import ranks_of
@@ -24,7 +24,7 @@ from icl_patch.patch.context_patch import PatchReport
 from icl_patch.tolerances import SIXTEEN_BITS
 
 REFERENCES = {
-    MODEL: "the unmodified model",
+    NATIVE: "the unmodified model",
     BATCH_INVARIANT: "the model on batch-invariant functions",
 }
 
@@ -140,7 +140,7 @@ def in_both_arithmetics(
             tokens_taken_twice=taken_twice,
         )
 
-    return [measured(MODEL, two_passes), measured(BATCH_INVARIANT, one_pass)]
+    return [measured(NATIVE, two_passes), measured(BATCH_INVARIANT, one_pass)]
 
 
 def _fp32_logits(model: PreTrainedModel, run: BaselineRun) -> Tensor | None:

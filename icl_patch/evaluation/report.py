@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from icl_patch.evaluation.verify import VerifyReport
-from icl_patch.invariance.arithmetic import MODEL
+from icl_patch.invariance.arithmetic import NATIVE
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
@@ -111,7 +111,7 @@ def verdict_lines(report: VerifyReport, failure: str | None = None) -> str:
     if report.arithmetics:
         lines = []
         for steps in report.arithmetics:
-            passes = "two passes" if steps.arithmetic == MODEL else "one pass"
+            passes = "two passes" if steps.arithmetic == NATIVE else "one pass"
             if steps.bit_identical is None:
                 lines.append(f"identical in {passes}: not measured: {steps.reason}")
             else:

@@ -20,7 +20,7 @@ from icl_patch.generation.decode_mode import DecodeMode
 from icl_patch.generation.decode_step import DecodeStep, RunStep, StepDetails, StepOutput
 from icl_patch.generation.one_pass_plan import OnePassPlan
 from icl_patch.generation.step_inputs import StepInputs
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, arithmetic_here
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE, arithmetic_here
 from icl_patch.layers.attachment import as_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import MediaPositions, over_columns
@@ -164,7 +164,7 @@ def start_decoding(
     return DecodeState(
         attached=attached,
         mode=mode,
-        arithmetic=MODEL if plan is None else plan.arithmetic,
+        arithmetic=NATIVE if plan is None else plan.arithmetic,
         inputs=inputs,
         run=None if plan is None else DecodeStep(plan, inputs, batch),
         ids=ids,
@@ -278,7 +278,7 @@ def _closed_again(state: DecodeState, output: StepOutput) -> Computation:
 def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:
     """Makes the patch of a step when it is called: later, when the state has moved on."""
     attached, fingerprint = state.attached, state.fingerprint
-    arithmetic = arithmetic_here(attached.model) if state.arithmetic == MODEL else state.arithmetic
+    arithmetic = arithmetic_here(attached.model) if state.arithmetic == NATIVE else state.arithmetic
     ids, context_mask, live, media = state.tokens, state.context_mask, state.live, state.media
     blocks = tuple(attached.blocks)  # also if it is detached by then
 

@@ -23,7 +23,7 @@ from icl_patch.errors import (
 from icl_patch.generation.decode_mode import AUTO_MODE, TWO_PASS, DecodeMode
 from icl_patch.generation.decoding import decode_one_token, start_decoding
 from icl_patch.generation.one_pass_plan import OnePassPlan
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, reason_against
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE, reason_against
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models.forward_override import execution_state, overridable
@@ -136,8 +136,8 @@ class StepPlans:
                 f" both streams: there are some on {paths_of(hooked)}"
             )
         arithmetic = attached.ranks.shared(lambda: _arithmetic(attached, mode))
-        if attached.ranks.any(arithmetic == MODEL):  # each rank has some of the modules
-            arithmetic = MODEL
+        if attached.ranks.any(arithmetic == NATIVE):  # each rank has some of the modules
+            arithmetic = NATIVE
         # a trial tells the orders of a sum apart by what the weights make of its terms
         if self._orders_differ and self._weights != attached.weights.fingerprint:
             self._tried.clear()
@@ -192,7 +192,7 @@ def _arithmetic(attached: AttachedModel, mode: DecodeMode) -> str:
     """
     model, exact = attached.model, attached.update == "exact"
     if not exact and (mode is DecodeMode.SHARED_CACHE or model.dtype not in SIXTEEN_BITS):
-        return MODEL
+        return NATIVE
     reason = reason_against(model)
     if reason is None and any(block.spec.experts_scale_input for block in attached.blocks):
         reason = "its experts scale their input"
@@ -202,7 +202,7 @@ def _arithmetic(attached: AttachedModel, mode: DecodeMode) -> str:
     if reason is None:
         return BATCH_INVARIANT
     if not exact:
-        return MODEL
+        return NATIVE
     raise UnsupportedModelError(
         f"mode={mode.value!r} does not cover {type(model).__name__}: {reason}; mode='two_pass' does"
     )

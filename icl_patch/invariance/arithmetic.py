@@ -26,9 +26,9 @@ from icl_patch.models.forward_override import Forward, ForwardOverrides, FusedMo
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.tolerances import coarsest
 
-MODEL, BATCH_INVARIANT = "model", "batch_invariant"
+NATIVE, BATCH_INVARIANT = "model", "batch_invariant"
 _AUTOCAST = "autocast "
-ARITHMETICS = (MODEL, BATCH_INVARIANT, *(_AUTOCAST + name for name in ("bfloat16", "float16")))
+ARITHMETICS = (NATIVE, BATCH_INVARIANT, *(_AUTOCAST + name for name in ("bfloat16", "float16")))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Models in these dtypes can run in the batch-invariant arithmetic."""
 
@@ -49,7 +49,7 @@ def arithmetic_here(model: PreTrainedModel) -> str:
     """The arithmetic of the model's own calls at this place: under autocast or without."""
     device = input_device(model).type
     if not torch.is_autocast_enabled(device):
-        return MODEL
+        return NATIVE
     return _AUTOCAST + str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
@@ -77,7 +77,7 @@ def running_in(
             alone. A token without a context attends to itself, and needs none of that.
     """
     if arithmetic != BATCH_INVARIANT:
-        dtype = None if arithmetic == MODEL else getattr(torch, arithmetic.removeprefix(_AUTOCAST))
+        dtype = None if arithmetic == NATIVE else getattr(torch, arithmetic.removeprefix(_AUTOCAST))
         with torch.autocast(input_device(model).type, dtype, enabled=dtype is not None):
             yield
         return

@@ -9,7 +9,7 @@ input and applies them) or replays (the factors that were set are applied).
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -132,6 +132,16 @@ class PatchedModule(nn.Module):
             return super().__reduce_ex__(protocol)
         self.attachment.check_copy()
         return _itself, (self.base_layer,)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules as torch gives them, and before them a base with adapters, under the same
+        name: PEFT looks for it by its class to choose its adapter.
+        """
+        if hasattr(self.base_layer, "set_adapter"):
+            yield prefix, self.base_layer
+        yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def train(self, mode: bool = True) -> "PatchedModule":
         """Set the mode of this module and its base."""

@@ -3,9 +3,10 @@ cheaper than a hook.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeGuard
 
 import torch
@@ -23,6 +24,10 @@ from icl_patch.layers.patched_module import (
     with_base,
 )
 from icl_patch.models.block_spec import Block
+
+
+_SETTINGS = (bool, int, float, str, torch.dtype, BuiltinFunctionType)
+_BOOKKEEPING = vars(nn.Module()).keys() - {"training"}  # torch's own attributes of a module
 
 
 def overridable(module: nn.Module) -> bool:
@@ -112,14 +117,21 @@ def execution_state(model: PreTrainedModel) -> list[Any]:
             names = vars(part)
             found += (part, *part._forward_pre_hooks, *part._forward_hooks, names.get("forward"))
             found.append(type(part).forward)
-            for x in names.values():
-                if isinstance(x, bool | int | float | str):
-                    found.append(x)
-                elif isinstance(x, torch.Tensor):
-                    found.append(id(x))
-                elif isinstance(x, list | tuple) and all(isinstance(y, int | float) for y in x):
-                    found.append(tuple(x))
+            found += [_setting(x) for name, x in names.items() if name not in _BOOKKEEPING]
     return found
+
+
+def _setting(x: Any, depth: int = 3) -> Any:
+    """What a pass may depend on in a module's attribute, as something that can be compared: PEFT,
+    for one, has its active adapters in a list and their scales in a dictionary.
+    """
+    if isinstance(x, torch.Tensor | FunctionType):
+        return id(x)
+    if isinstance(x, Mapping):
+        x = [*x, *x.values()]
+    if isinstance(x, list | tuple | Set):
+        return tuple(_setting(y, depth - 1) for y in x) if depth else None
+    return x if isinstance(x, _SETTINGS) else None
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -33,11 +33,11 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from icl_patch.atomic_file import write_atomically
 from icl_patch.errors import FingerprintMismatch, PatchFormatError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.block_spec import Block
-from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, check_same_model, tokenizer_fingerprint
 from icl_patch.patch.logit_digest import LogitDigest, tensor_state
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes

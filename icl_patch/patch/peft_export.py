@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch.nn.functional as F
 
-from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.atomic_file import write_atomically
 from icl_patch.patch.low_rank import LowRank
 
 _PREFIX = "base_model.model."

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import PatchFormatError
-from icl_patch.invariance.arithmetic import ARITHMETICS, MODEL
+from icl_patch.invariance.arithmetic import ARITHMETICS, NATIVE
 from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.pipeline import is_on_another_rank
 from icl_patch.patch.logit_digest import LogitDigest
@@ -78,7 +78,7 @@ class PatchInfo:
     divisible: bool
     replayable: bool = True
     kind: str = PER_TOKEN
-    arithmetic: str = MODEL
+    arithmetic: str = NATIVE
     tensor_parallel: int = 1
 
 

@@ -94,8 +94,10 @@ def _state_of(
     """The state that the self-check depends on; None if torch does not count changes of weights."""
     if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
         return None
-    plain = (bool, int, float, str, torch.dtype, type(None))
-    runs = tuple(x if isinstance(x, plain) else id(x) for x in execution_state(model))
+    # no references to the model, which would live as long as what is known of it
+    runs = tuple(
+        id(x) if isinstance(x, nn.Module) or callable(x) else x for x in execution_state(model)
+    )
     config, first = model.config.to_json_string(use_diff=False), first_token(model, tokenizer)
     return runs, tuple(weight_state(model)), config, first
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE, running_in
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
@@ -294,7 +294,7 @@ def prefix_cache(model: PreTrainedModel, patch: ContextPatch) -> DynamicCache:
         tokens = (patch.kept_ids[:, :1], patch.kept_mask[:, :1], patch.position_ids[:, :1])
     if start or count:
         own = patch.info.arithmetic
-        with running_in(MODEL if own == BATCH_INVARIANT else own, model):
+        with running_in(NATIVE if own == BATCH_INVARIANT else own, model):
             forward_passes.run(model, *tokens, cache, longest=patch.info.longest, last_logits=1)
     if count:
         kv_cache.append_empty(cache, start, count)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.atomic_file import write_atomically
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.extractor import Batching, Extractor
 from icl_patch.scale.rows import Columns, Reject, Row, read_rows

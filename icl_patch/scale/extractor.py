@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from icl_patch.atomic_file import write_atomically
 from icl_patch.errors import ControllabilityError, NonFiniteError, PatchFormatError
 from icl_patch.invariance.arithmetic import rounding_dtype
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.metrics import replay_error
 from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import padded
-from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.patch.low_rank import LowRank

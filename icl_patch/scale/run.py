@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from icl_patch.atomic_file import remove_leftovers, write_atomically
 from icl_patch.errors import PatchFormatError
-from icl_patch.patch.atomic_file import remove_leftovers, write_atomically
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
 

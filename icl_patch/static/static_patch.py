@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from icl_patch.atomic_file import write_atomically
 from icl_patch.errors import FingerprintMismatch, StaticPatchWarning
 from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.linear import PatchedLinear
@@ -23,7 +24,6 @@ from icl_patch.models.kv_cache import is_empty
 from icl_patch.models.language_model import family_of
 from icl_patch.models.prompts import Tokens
 from icl_patch.models.ranks import check_one_process
-from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import (
     check_same_model,
     tokenizer_fingerprint,

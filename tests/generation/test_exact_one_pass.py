@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.loop import GenerationStep
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE
 from icl_patch.ops import linear
 from icl_patch.ops.reference import low_rank_term
 from icl_patch.recording.block_recorder import BlockRecorder
@@ -181,7 +181,7 @@ def test_where_it_does_not_go() -> None:
         with pytest.raises(UnsupportedModelError, match="its experts scale their input"):
             steps_of(patcher, mode="shared_cache")
         (step,) = steps_of(patcher, 1)
-        assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
+        assert (step.mode, step.patch.info.arithmetic) == ("two_pass", NATIVE)
     refusal = pytest.raises(UnsupportedModelError, match="its attention is none of transformers'")
     with ContextPatcher(tiny_models.build("bloom")) as patcher, refusal:
         steps_of(patcher, mode="two_stream")
@@ -194,7 +194,7 @@ def test_where_it_does_not_go() -> None:
         with torch.autocast("cpu"), pytest.raises(UnsupportedModelError, match="autocast"):
             steps_of(patcher, mode="shared_cache")
         (step,) = steps_of(patcher, 1, mode="two_pass")
-        assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
+        assert (step.mode, step.patch.info.arithmetic) == ("two_pass", NATIVE)
 
 
 def test_autocast_changes_neither_steps_nor_replays() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.linear_cases import check_linear, check_rows_without_a_patch, linear_case
 from support.numeric import UNIT, normal, on_a_gpu, replay_limit, seeded
-from support.offload import imported_accelerate, results
+from support.offload import results
+from support.optional import imported
 from support.random_models import CASES, FAMILIES, build, case, tokens, two_layers
 from support.static import random_examples
 from torch import Tensor
@@ -120,7 +121,7 @@ def spread(model: PreTrainedModel, other: str) -> PreTrainedModel:
     device_map = dict.fromkeys(["lm_head", *(f"model.{name}" for name in names)], "cuda:0")
     for number in range(len(model.model.layers)):
         device_map[f"model.layers.{number}"] = other if number % 2 else "cuda:0"
-    return imported_accelerate().dispatch_model(model, device_map)
+    return imported("accelerate").dispatch_model(model, device_map)
 
 
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])

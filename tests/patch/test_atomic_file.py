@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.full_disk import full_disk
 
-from icl_patch.patch.atomic_file import remove_leftovers, write_atomically
+from icl_patch.atomic_file import remove_leftovers, write_atomically
 
 
 @contextmanager

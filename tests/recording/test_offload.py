@@ -9,7 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.offload import ROOM, WAYS, imported_accelerate, offload, results
+from support.offload import ROOM, WAYS, offload, results
+from support.optional import imported
 from support.processes import run_python
 from support.random_models import build, shallow, tokens
 from support.static import random_examples, random_patch
@@ -82,7 +83,7 @@ def test_a_patch_of_one_pass_replays_with_its_bits(
 
 @pytest.mark.stress  # half a minute in a process of its own
 def test_a_model_larger_than_memory(tmp_path: Path) -> None:
-    imported_accelerate()
+    imported("accelerate")
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 11}
     model = build("llama", num_key_value_heads=4, **sizes)
     assert sum(x.nbytes for x in model.parameters()) > 2 * ROOM

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.offload import imported_accelerate
+from support.optional import imported
 from support.ranks import CONTEXT, KEEP_FIRST, KEPT, TIMEOUT, bits_of, launch, updates_of
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +27,7 @@ DIVISIBLE = {"num_key_value_heads": 4, "vocab_size": 100}  # by four ranks
 
 
 def folders(path: Path, families: dict[str, dict], **changes: Any) -> list[str]:
-    imported_accelerate()  # which transformers asks for
+    imported("accelerate")  # which transformers asks for
     for family, own in families.items():
         tiny_models.build(family, **own, **changes).save_pretrained(path / family)
     return [str(path / family) for family in families]

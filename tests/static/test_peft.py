@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from support.optional import imported
 from support.random_models import shallow
 from support.static import CLOSE, logits, random_patch
 from torch import nn
@@ -35,13 +35,8 @@ def by_hand(model: nn.Module, folder: Path) -> nn.Module:
     return twin
 
 
-def imported_peft() -> Any:
-    sys.path.append(str(Path(__file__).parents[2] / "build" / "peft"))  # where make test puts it
-    return pytest.importorskip("peft")
-
-
 def by_peft(model: nn.Module, folder: Path) -> nn.Module:
-    return imported_peft().PeftModel.from_pretrained(copy.deepcopy(model), folder)
+    return imported("peft").PeftModel.from_pretrained(copy.deepcopy(model), folder)
 
 
 both_ways = pytest.mark.parametrize("read", [by_hand, by_peft])

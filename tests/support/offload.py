@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from support.optional import imported
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -20,16 +20,11 @@ MIB = 2**20
 ROOM = 54 * MIB  # of the program, beyond what it has when the model is loaded
 
 
-def imported_accelerate() -> Any:
-    sys.path.append(str(Path(__file__).parents[2] / "build" / "peft"))  # where make test puts it
-    return pytest.importorskip("accelerate", reason="needs accelerate")
-
-
 def offload(model: PreTrainedModel, way: str, folder: Path) -> PreTrainedModel:
     """The model with its weights on the CPU or on disk between two forwards; by ``device_map``
     those of every second block.
     """
-    accelerate = imported_accelerate()
+    accelerate = imported("accelerate")
     if way == "cpu":
         return accelerate.cpu_offload(model, execution_device="cpu")
     if way == "disk":
@@ -67,7 +62,7 @@ def results(
 
 def main(folder: str) -> None:
     """Compute and replay a patch of the model in a folder, its weights on disk, within a limit."""
-    imported_accelerate()
+    imported("accelerate")
     torch.set_num_threads(1)
     device_map = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head"), "cpu")
     device_map |= {"model.rotary_emb": "cpu", "model.layers": "disk"}

@@ -1,0 +1,64 @@
+"""A model with PEFT's adapters, which choose other weights from one generation to the next."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.optional import imported
+from support.random_models import shallow, tokens
+from torch import Tensor
+
+from icl_patch import ContextPatcher, metrics
+
+STEPS = 18  # enough for a program
+
+
+def of_the_model(model: Any, ids: Tensor) -> Tensor:
+    output = model.generate(
+        ids,
+        max_new_tokens=STEPS,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(output.logits)
+
+
+def of_steps(patcher: ContextPatcher, ids: Tensor) -> Tensor:
+    steps = patcher.generate(ids, max_new_tokens=STEPS, eos_token_id=None)
+    return torch.stack([step.logits for step in steps])
+
+
+def scale(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["first"] *= 3
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "another adapter": lambda model: model.set_adapter("second"),
+    "none": lambda model: model.base_model.disable_adapter_layers(),
+    "another scale": scale,
+    "merged": lambda model: model.merge_adapter(),
+}
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "o_proj"], ["gate_proj", "down_proj"]])
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_follow_the_adapters(change: str, targets: list[str]) -> None:
+    """Also those within patched modules, and though the steps are a program from before."""
+    peft, model = imported("peft"), shallow("llama")
+    config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config, "first")
+    adapted.add_adapter("second", config)
+    model.eval()
+    ids = tokens(0, 2, 9)
+    with ContextPatcher(model, "stable") as patcher:
+        before = of_steps(patcher, ids)
+        assert patcher.step_source is not None
+        CHANGES[change](adapted)
+        found = of_steps(patcher, ids)
+        assert metrics.linf(found, of_the_model(model, ids)).max() < 1e-5
+        if change != "merged":
+            assert metrics.linf(found, before).max() > 1e-3
