@@ -25,7 +25,6 @@ from icl_patch.layers.patched_module import (
 )
 from icl_patch.models.block_spec import Block
 
-
 _SETTINGS = (bool, int, float, str, torch.dtype, BuiltinFunctionType)
 _BOOKKEEPING = vars(nn.Module()).keys() - {"training"}  # torch's own attributes of a module
 
