@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.analysis import dynamics
-from icl_patch.generation import answering, loop
+from icl_patch.generation import answering, sampling_loop
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.reusable_step import check_compile
 from icl_patch.models.forward import OUTPUTS, check_inputs
@@ -403,7 +403,7 @@ class ContextPatcher:
         mode: str = "auto",
         compile: bool | str = "auto",
         **arguments: Any,
-    ) -> Iterator[loop.GenerationStep]:
+    ) -> Iterator[sampling_loop.GenerationStep]:
         """Generate with weights that are patched anew for every token, which then runs alone.
 
         At each step the patch absorbs everything before the current token. The first current token
@@ -458,9 +458,10 @@ class ContextPatcher:
                 configuration apply too, except its choice of cache: the patcher has its own.
 
         Returns:
-            An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
-            token. You may abandon it at any time. Between two steps it holds no lock, and other
-            threads may use the patcher. It replays the first exact step and every 64th after it.
+            An iterator of :class:`icl_patch.generation.sampling_loop.GenerationStep`, one for
+            every new token. You may abandon it at any time. Between two steps it holds no lock, and
+            other threads may use the patcher. It replays the first exact step and every 64th after
+            it.
 
         Raises:
             UnsupportedModelError: this model or its forward hooks do not allow ``mode`` or
@@ -475,7 +476,7 @@ class ContextPatcher:
         check_compile(compile)
         context_ids = _either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = _either("context_mask", context_mask, "attention_mask", attention_mask)
-        return loop.generate(
+        return sampling_loop.generate(
             self.plans,
             context_ids,
             context_mask,

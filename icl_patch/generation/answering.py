@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation.sampling_loop import GenerationStep
 from icl_patch.generation.settings import setting
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.ends import chat_ends

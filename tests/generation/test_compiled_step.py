@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation import recorded_step, region_compiler, reusable_step
-from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation.sampling_loop import GenerationStep
 
 
 @pytest.fixture(autouse=True)

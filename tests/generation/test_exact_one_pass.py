@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation.sampling_loop import GenerationStep
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE
 from icl_patch.ops import linear
 from icl_patch.ops.reference import low_rank_term

@@ -24,9 +24,9 @@ from icl_patch.errors import SlowerStepsWarning
 from icl_patch.generation import reusable_step
 from icl_patch.generation.decode_step import StepOutput
 from icl_patch.generation.decoding import DecodeState, decode_one_token, start_decoding
-from icl_patch.generation.loop import GenerationStep
 from icl_patch.generation.recorded_step import RecordedStep
 from icl_patch.generation.reusable_step import use_program
+from icl_patch.generation.sampling_loop import GenerationStep
 from icl_patch.generation.step_program import StepProgram
 
 STEPS = 16  # the fewest for which there is a program

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from icl_patch import ContextPatcher
 from icl_patch.generation.decode_mode import DecodeMode
 from icl_patch.generation.decoding import DecodeState, start_decoding
-from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation.sampling_loop import GenerationStep
 from icl_patch.models.forward import cache_name
 from icl_patch.recording import block_math
 

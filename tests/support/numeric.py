@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, metrics
-from icl_patch.generation.loop import GenerationStep
+from icl_patch.generation.sampling_loop import GenerationStep
 
 FLOATS = {
     "fp64": torch.float64,
