@@ -65,10 +65,10 @@ def result(patcher: ContextPatcher, rows: int) -> str:
             for expected, got in zip(leaves(run.own_code()), found, strict=True):
                 if isinstance(expected, Tensor) and not same_bits(expected, got):
                     return f"other bits in step {state.steps}"
-        if isinstance(run, RecordedStep) and run.program is not None:
-            return "program"
-    reasons = [str(x.message) for x in caught if issubclass(x.category, SlowerStepsWarning)]
-    return reasons[0] if reasons else "no program, without a warning"
+    if reasons := [str(x.message) for x in caught if issubclass(x.category, SlowerStepsWarning)]:
+        return reasons[0]
+    program = isinstance(run, RecordedStep) and run.program is not None
+    return "program" if program else "no program, without a warning"
 
 
 def lines_of(key: dict[str, str], changes: dict[str, Any]) -> list[dict[str, Any]]:

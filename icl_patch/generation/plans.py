@@ -26,7 +26,8 @@ from icl_patch.generation.one_pass_plan import OnePassPlan
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE, reason_against
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
-from icl_patch.models.forward_override import execution_state, overridable
+from icl_patch.models.execution_state import execution_state
+from icl_patch.models.forward_override import overridable
 from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.hooks import paths_of

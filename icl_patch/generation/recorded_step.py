@@ -2,8 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
-from operator import is_
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from icl_patch.generation.captured_step import CapturedStep
 from icl_patch.generation.decode_step import DecodeStep, RunStep, StepOutput
 from icl_patch.generation.region_compiler import in_regions
 from icl_patch.generation.step_program import StepProgram
-from icl_patch.layers.patched_module import with_base
+from icl_patch.models.execution_state import WatchedState
 
 
 class RecordedStep:
@@ -26,8 +24,8 @@ class RecordedStep:
     CUDA the third captures the program as a CUDA graph, which later ones replay. A step that cannot
     be recorded, or whose program gives other bits, runs the model's own code, and a program that
     cannot be captured runs as it is, both with a :class:`~icl_patch.errors.SlowerStepsWarning`. A
-    step under autocast, or with other weights, modules or forwards than those that were recorded,
-    runs the model's own code. Other settings of a module count from the next context on.
+    step under autocast, or with other weights, modules, forwards or settings of a module than those
+    that were recorded, runs the model's own code.
 
     A compiled program must have the step's bits too in the batch-invariant arithmetic, because the
     replay of its patch has them. In the model's own arithmetic its logits must be those of the step
@@ -56,11 +54,17 @@ class RecordedStep:
         self._run: RunStep = self._record
         self._run_values: Callable[[], Sequence[Tensor]]  # the program as it runs
         self._device = step.inputs.current.device
-        self._model = _Parts(step.plan.attached.model)
+        self._state: WatchedState | None = None  # the model's when the step was recorded
+        self._warned = False  # of steps without the program
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
-        if torch.is_autocast_enabled(self._device.type) or not self._model.are_the_same:
+        autocast = torch.is_autocast_enabled(self._device.type)
+        if autocast or not (self._state is None or self._state.is_unchanged):
+            if not self._warned:
+                self._warned = True
+                reason = "autocast is on" if autocast else "the model has changed since the first"
+                warn_slower(self.own_code.plan.attached.model, self._device, reason)
             return self.own_code()
         return self._run()
 
@@ -85,6 +89,7 @@ class RecordedStep:
             self._give_up(error)
             return output
         self._on_source(self.program.source)
+        self._state = WatchedState(plan.attached.model)
         self._run = self._compare
         return self._output(leaves.__getitem__)
 
@@ -176,37 +181,6 @@ class RecordedStep:
             for name in ("keys", "values"):
                 if isinstance(states := getattr(layer, name, None), Tensor):
                     yield f"{name}_{number}", states
-
-
-class _Parts:
-    """The modules of a model as they are now: their weights and children, and the forwards that
-    somebody has replaced.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        parts = [part for module in model.modules() for part in with_base(module)]
-        places = [x for part in parts for x in (part._parameters, part._buffers, part._modules)]
-        # a patched module shares them with its base
-        self._places: list[dict[str, Any]] = [*{id(x): x for x in places}.values()]
-        self._attributes = [vars(part) for part in parts]
-        self._objects = self._current()
-        self._weights = [x for x in self._objects if isinstance(x, Tensor)]
-        self._addresses = [*map(Tensor.data_ptr, self._weights)]
-
-    def _current(self) -> list[Any]:
-        # in few calls of the interpreter: this runs before every step
-        forwards = map(dict.get, self._attributes, repeat("forward"))
-        return [*chain.from_iterable(map(dict.values, self._places)), *forwards]
-
-    @property
-    def are_the_same(self) -> bool:
-        """Whether all of these are what and where they were."""
-        current = self._current()
-        return (
-            len(current) == len(self._objects)
-            and all(map(is_, current, self._objects))
-            and [*map(Tensor.data_ptr, self._weights)] == self._addresses
-        )
 
 
 def warn_slower(model: nn.Module, device: torch.device, reason: Exception | str) -> None:

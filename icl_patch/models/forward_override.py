@@ -3,16 +3,13 @@ cheaper than a hook.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from transformers import PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.layers.attachment import Forward, PassForward, take_ended
@@ -21,12 +18,8 @@ from icl_patch.layers.patched_module import (
     like_rows_of,
     rows_of,
     untouched,
-    with_base,
 )
 from icl_patch.models.block_spec import Block
-
-_SETTINGS = (bool, int, float, str, torch.dtype, BuiltinFunctionType)
-_BOOKKEEPING = vars(nn.Module()).keys() - {"training"}  # torch's own attributes of a module
 
 
 def overridable(module: nn.Module) -> bool:
@@ -95,42 +88,6 @@ class ForwardOverrides:
         self._thread[0] = 0
         for forward in self._forwards:
             take_ended(forward.module)
-
-
-def execution_state(model: PreTrainedModel) -> list[Any]:
-    """Everything but weights that a pass of the model depends on.
-
-    That is its modules and those beneath patched ones, with their hooks, forwards and settings. A
-    hook is listed as its number, which is never used twice.
-    """
-    found: list[Any] = [
-        *_global_forward_pre_hooks,
-        *_global_forward_hooks,
-        model.config._attn_implementation,
-        model.config.get_text_config(decoder=True)._attn_implementation,
-        model.dtype,
-        repr(model.config.to_dict()),  # forwards read some of it in every call
-    ]
-    for module in model.modules():
-        for part in with_base(module):
-            names = vars(part)
-            found += (part, *part._forward_pre_hooks, *part._forward_hooks, names.get("forward"))
-            found.append(type(part).forward)
-            found += [_setting(x) for name, x in names.items() if name not in _BOOKKEEPING]
-    return found
-
-
-def _setting(x: Any, depth: int = 3) -> Any:
-    """What a pass may depend on in a module's attribute, as something that can be compared: PEFT,
-    for one, has its active adapters in a list and their scales in a dictionary.
-    """
-    if isinstance(x, torch.Tensor | FunctionType):
-        return id(x)
-    if isinstance(x, Mapping):
-        x = [*x, *x.values()]
-    if isinstance(x, list | tuple | Set):
-        return tuple(_setting(y, depth - 1) for y in x) if depth else None
-    return x if isinstance(x, _SETTINGS) else None
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -25,8 +25,8 @@ from icl_patch.metrics import replay_error
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
+from icl_patch.models.execution_state import execution_state
 from icl_patch.models.forward import check_inputs, counts_slots, names_of
-from icl_patch.models.forward_override import execution_state
 from icl_patch.models.language_model import (
     check_length,
     check_vocabulary,

@@ -5,6 +5,7 @@ one can read.
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import DogeConfig, DogeForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from icl_patch import ContextPatcher, UnsupportedModelError, ops
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics, ops
 from icl_patch.errors import SlowerStepsWarning
 from icl_patch.generation import reusable_step
 from icl_patch.generation.decode_step import StepOutput
@@ -298,6 +299,27 @@ def test_settings_that_change_between_two_contexts(
         after, plain = steps_of(patcher)[-1].logits, steps_of(patcher, compile=False)[-1].logits
     assert not torch.allclose(before, after, rtol=0.01)
     assert torch.allclose(after, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_change_between_two_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps behind run the model's own code, with a warning."""
+    monkeypatch.setattr(_Scaled, "forward", _Scaled.forward)  # and back
+    found = {}
+    for compile in ("auto", False):
+        model = shallow("gemma3")
+        _Numbered(model, _Scaled())
+        with ContextPatcher(model, "stable") as patcher, monkeypatch.context() as scope:
+            scope.setattr(_Scaled, "forward", _Scaled.forward)
+            steps = patcher.generate(IDS, max_new_tokens=STEPS, eos_token_id=None, compile=compile)
+            before = [next(steps).logits for _ in range(5)]
+            assert (patcher.step_source is not None) == bool(compile)
+            SETTINGS[name](model)
+            slower = pytest.warns(SlowerStepsWarning, match="has changed since")
+            with slower if compile else nullcontext():
+                found[compile] = torch.stack([*before, *(step.logits for step in steps)])
+    assert not torch.allclose(found[False][5], found[False][4], rtol=0.01)
+    assert metrics.linf(found["auto"], found[False]).max() < 1e-5
 
 
 def test_other_weights_and_autocast_between_two_steps() -> None:
