@@ -223,8 +223,12 @@ def _check_slot(sizes: dict[str, int], slot: Tensor, **_: Any) -> None:
 
 
 def _check_written(sizes: dict[str, int], slot: Tensor, **_: Any) -> None:
-    """One column of the keys, and a head of queries for each of theirs: it writes them."""
+    """One column of the keys, and a head of queries for each of theirs: it writes them. Values of
+    both streams or of one.
+    """
     _check_slot(sizes, slot)
+    if sizes["R"] not in (rows := (sizes["B"], 2 * sizes["B"])):
+        raise ValueError(f"expected value of {rows[0]} or {rows[1]} rows, got {sizes['R']}")
     if sizes["H"] < sizes["G"]:
         raise ValueError(f"expected {sizes['G']} heads of queries or more, got {sizes['H']}")
 
@@ -314,7 +318,7 @@ check_write_and_attend = Arguments(
     "keys: B G S D, query's dtype",
     "values: B G S E, query's dtype",
     "key: B G 1 D, query's dtype",
-    "value: B G·E, query's dtype",
+    "value: R G·E, query's dtype",
     "slot: N, integers",
     "scale",
     "mask: B S, bools",

@@ -95,16 +95,22 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   return y;
 }
 
-// The values (G, E) in column `slot`, for all heads, into the rows behind those of attend().
+// The tokens' own values (B, G, E), which begin at element `first` of a tensor.
+struct OwnValues {
+  const Tensor& in;
+  int64_t first, row, group, element;  // strides
+};
+
+// The own values, for all heads, into the rows behind those of attend().
 template <class T>
-void copy_own_values(const Tensor& value, int64_t slot, const Attention& call) {
-  const int64_t rows = value.size(0), shared = call.groups ? call.heads / call.groups : 0;
-  const T* from = static_cast<const T*>(value.const_data_ptr()) + slot * value.stride(2);
+void copy_own_values(const OwnValues& values, int64_t rows, const Attention& call) {
+  const int64_t shared = call.groups ? call.heads / call.groups : 0;
+  const T* from = static_cast<const T*>(values.in.const_data_ptr()) + values.first;
   T* to = static_cast<T*>(call.y) + rows * call.heads * call.e;
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t head = 0; head < call.heads; ++head, to += call.e) {
-      const T* own = from + row * value.stride(0) + head / shared * value.stride(1);
-      for (int64_t i = 0; i < call.e; ++i) to[i] = own[i * value.stride(3)];
+      const T* own = from + row * values.row + head / shared * values.group;
+      for (int64_t i = 0; i < call.e; ++i) to[i] = own[i * values.element];
     }
 }
 
@@ -118,22 +124,24 @@ int64_t column_of(const Tensor& slot, const Tensor& query, int64_t keys) {
 }
 
 // The attention of both streams into y, which has 2 B H E elements.
-void attend_both(Attention& call, const Tensor& value, int64_t slot,
+void attend_both(Attention& call, int64_t rows, const OwnValues& own,
                  const std::optional<Tensor>& mask) {
-  attend(call, value.size(0), mask);
-  if (value.scalar_type() == ScalarType::Float)
-    copy_own_values<float>(value, slot, call);
+  attend(call, rows, mask);
+  if (own.in.scalar_type() == ScalarType::Float)
+    copy_own_values<float>(own, rows, call);
   else
-    copy_own_values<uint16_t>(value, slot, call);
+    copy_own_values<uint16_t>(own, rows, call);
 }
 
 Tensor attention_pair(const Tensor& query, const Tensor& key, const Tensor& value,
                       const Tensor& slot, double scale, std::optional<Tensor> mask) {
   check("query", query, query, {-1, -1, -1});
   Attention call = described(query, key, value, scale, mask);
-  const int64_t own = column_of(slot, query, call.keys);
+  const int64_t column = column_of(slot, query, call.keys);
   Tensor y = allocate(query, {2 * query.size(0), call.heads, call.e}, query.scalar_type(), call.y);
-  attend_both(call, value, own, mask);
+  const OwnValues own{value, column * value.stride(2), value.stride(0), value.stride(1),
+                      value.stride(3)};
+  attend_both(call, query.size(0), own, mask);
   return y;
 }
 
@@ -165,17 +173,21 @@ Tensor write_and_attend(const Tensor& query, const Tensor& keys, const Tensor& v
   Attention call = described(query, keys, values, scale, mask);
   const int64_t rows = query.size(0);
   check("key", key, query, {rows, call.groups, 1, call.d});
-  check("value", value, query, {rows, call.groups * call.e});
+  check("value", value, query, {-1, call.groups * call.e});
+  STD_TORCH_CHECK(value.size(0) == rows || value.size(0) == 2 * rows, "expected value of ", rows,
+                  " or ", 2 * rows, " rows, got ", value.size(0));
   STD_TORCH_CHECK(key.scalar_type() == query.scalar_type() &&
                       value.scalar_type() == query.scalar_type(),
                   "expected key and value in query's dtype");
   STD_TORCH_CHECK(call.heads >= call.groups, "expected ", call.groups,
                   " query heads or more, got ", call.heads);
-  const int64_t own = column_of(slot, query, call.keys);
+  const int64_t column = column_of(slot, query, call.keys);
   Tensor y = allocate(query, {2 * rows, call.heads * call.e}, query.scalar_type(), call.y);
-  write_column(keys, key, key.stride(1), key.stride(3), own);
-  write_column(values, value, call.e * value.stride(1), value.stride(1), own);
-  attend_both(call, values, own, mask);
+  const OwnValues own{value, (value.size(0) - rows) * value.stride(0), value.stride(0),
+                      call.e * value.stride(1), value.stride(1)};
+  write_column(keys, key, key.stride(1), key.stride(3), column);
+  write_column(values, value, own.group, own.element, column);
+  attend_both(call, rows, own, mask);
   return y;
 }
 

@@ -51,9 +51,9 @@ class Simplified:
         self._before: dict[Any, Call] = {}
         simplified = (call for x in recorder.calls for call in self._simplified(x))
         calls = grouped(simplified, self._is_written)
-        calls = with_cache_writes(calls, self._values, self.whole, self._is_written)
         self.outputs: list[Any] = _with(self._resolved, outputs)
         needed = {x.value for x in self.outputs if isinstance(x, View)}
+        calls = with_cache_writes(calls, self._values, self.whole, self._is_written, needed)
         self.calls: list[Call] = []
         for call in reversed(calls):
             if call.writes or needed & {*call.made}:

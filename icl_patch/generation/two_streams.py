@@ -78,14 +78,12 @@ class TwoStreams:
         both streams' logits.
         """
         names, update = vars(step_inputs.cache), step_inputs.cache.update
-        context = torch.ones_like(step_inputs.mask, dtype=torch.bool)
-        context[len(context) // 2 :] = False  # of a reduced row
         try:
             names["update"] = partial(self._update, update, step_inputs.slot)
             with (
                 attending(self._attend)
                 if self._in_table
-                else restricted_attention(self._model, Visibility(context))
+                else restricted_attention(self._model, _context_hidden(step_inputs.mask))
             ):
                 yield
             if self._read != self._own.keys():
@@ -122,6 +120,13 @@ class TwoStreams:
         context, reduced = call.query.split(len(own))
         y = call.run(context, key, value, mask if mask is None else mask[: len(context)])
         return torch.cat([y, own_value(reduced, own).reshape(y.shape).to(y.dtype)])
+
+
+def _context_hidden(mask: Tensor) -> Visibility:
+    """The context is hidden from the second half of the rows of a mask."""
+    context = torch.ones_like(mask, dtype=torch.bool)
+    context[len(context) // 2 :] = False
+    return Visibility(context)
 
 
 def _reads_its_cache(model: PreTrainedModel) -> bool:

@@ -119,14 +119,16 @@ def write_and_attend(
         query: (B, H, 1, D) float.
         keys, values: (B, G, S, D) and (B, G, S, E), query's dtype, any strides; changed in place.
             G divides H, as for :func:`decode_attention`.
-        key, value: (B, G, 1, D) and (B, G E), query's dtype, in other memory than the cache.
+        key, value: (B, G, 1, D) and (B, G E), query's dtype, in other memory than the cache. With
+            a value (2B, G E) the last B rows are the values of the token without the context.
         slot: (1,) int64, the column. CUDA tensors are not checked on the host: for a column that is
             not there nothing is written.
         mask: (B, S) bool, True for the keys that a row sees; all by default.
         scale: ``1/√D`` by default.
 
     Returns:
-        (2B, H E) in query's dtype, with the bits of :func:`attention_pair`.
+        (2B, H E) in query's dtype: the B rows with the context, with the bits of
+        :func:`decode_attention`, then the value of the B rows without it in each head.
 
     Raises:
         TypeError: a dtype does not fit.

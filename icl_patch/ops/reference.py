@@ -187,8 +187,12 @@ def attention_pair(
     (2B, H, E).
     """
     y = decode_attention(query, key, value, scale, mask)
-    own = value.index_select(2, slot.long())  # (B, G, 1, E)
-    heads = query.shape[1] // value.shape[1] if value.shape[1] else 0
+    return _with_own_values(y, value.index_select(2, slot.long()))
+
+
+def _with_own_values(y: Tensor, own: Tensor) -> Tensor:
+    """y (B, H, E), and behind it the values (B, G, 1, E) for each head."""
+    heads = y.shape[1] // own.shape[1] if own.shape[1] else 0
     return torch.cat([y, own.expand(-1, -1, heads, -1).reshape(y.shape)])
 
 
@@ -202,13 +206,16 @@ def write_and_attend(
     scale: float,
     mask: Tensor | None,
 ) -> Tensor:
-    """:func:`attention_pair` (2B, H E) of queries (B, H, 1, D), after key (B, G, 1, D) and value
-    (B, G E) were written into column ``slot`` of ``keys`` and ``values``.
+    """:func:`attention_pair` (2B, H E) of queries (B, H, 1, D), after key (B, G, 1, D) and the
+    first B rows of value (B or 2B, G E) were written into column ``slot`` of ``keys`` and
+    ``values``; its own values are the last B rows.
     """
     rows, groups, _, width = values.shape
+    value = value.reshape(-1, groups, 1, width)
     keys.index_copy_(2, slot.long(), key)
-    values.index_copy_(2, slot.long(), value.reshape(rows, groups, 1, width))
-    return attention_pair(query.squeeze(2), keys, values, slot, scale, mask).flatten(1)
+    values.index_copy_(2, slot.long(), value[:rows])
+    y = decode_attention(query.squeeze(2), keys, values, scale, mask)
+    return _with_own_values(y, value[len(value) - rows :]).flatten(1)
 
 
 def _missing_norm(g: Tensor, m: Tensor, pole: Tensor, fallback: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,39 @@ def test_writes_and_attention_are_one_call(rows: int, dtype: torch.dtype) -> Non
         source = check(Inputs(rows, dtype), written, runs=2)
         assert calls_of(source) == ["write_and_attend"], source
     assert re.search(r"= write_and_attend_\d+\.view", source)
+
+
+@pytest.mark.parametrize("heads", [HEADS, GROUPS])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_of_both_streams(rows: int, heads: int) -> None:
+    """Of 2B rows the first B attend and are written. The values of the last B are put behind them,
+    by a copy for the heads that share them.
+    """
+    inputs = Inputs(rows)
+    inputs.x = torch.cat([inputs.x, -inputs.x])
+    inputs.rows = 2 * rows
+
+    def step(inputs: Inputs, shown: int = rows, own: slice = slice(rows, None)) -> Tensor:
+        query, key, value = inputs.token()
+        inputs.write(key[:shown], value[:shown])
+        query = query[:shown, :heads, 0]
+        y = ops.decode_attention(query, inputs.keys, inputs.values, inputs.mask, scale=0.3)
+        behind = value[own].expand(-1, -1, heads // GROUPS, -1)
+        return torch.cat([y.unsqueeze(1), behind.reshape(shown, 1, heads, E)]).flatten(1) * 2
+
+    assert calls_of(check(inputs, step, runs=2)) == ["write_and_attend"]
+    if rows > 1:  # some of these are written
+        assert "write_and_attend" not in check(inputs, partial(step, own=slice(1, 1 + rows)))
+    inputs.x = inputs.x.flip(0)
+    shown = slice(rows, None)  # the values before those that are written
+
+    def before(inputs: Inputs) -> Tensor:
+        query, key, value = inputs.token()
+        inputs.write(key[shown], value[shown])
+        y = ops.decode_attention(query[shown, :GROUPS, 0], inputs.keys, inputs.values)
+        return torch.cat([y, value[:rows, :, 0]]) * 2
+
+    assert "write_and_attend" not in check(inputs, before)
 
 
 def test_several_layers() -> None:

@@ -73,26 +73,31 @@ def check_written(
 ) -> None:
     """``write`` does what two copies into column ``slot`` and ``attend`` do, in contiguous tensors
     and in others, and attends as the formula in fp64. It does not read the column before, and may
-    be run again.
+    be run again. Behind the attention stand the values that are written, or others.
     """
     column, scale = torch.tensor([slot], device=key.device), max(query.shape[-1], 1) ** -0.5
     own_key, own_value = new_token(key, value)
+    both_values = torch.cat([own_value, 2 * own_value.flip(0)])
+    shared = query.shape[1] // key.shape[1]
+    others = both_values[len(query) :].unflatten(1, (key.shape[1], -1)).repeat_interleave(shared, 1)
     expected = key.clone(), value.clone()
     for cache, own in zip(expected, (own_key, own_value), strict=True):
         cache.index_copy_(2, column, own.reshape(cache[:, :, :1].shape))
     for strided in (False, True):
         held = [key.clone(), value.clone(), *expected]
-        given = [query.unsqueeze(2), own_key, own_value]
+        given = [query.unsqueeze(2), own_key, own_value, both_values]
         if strided:  # tokens before heads, numbers in gaps
             held = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in held]
             given = [in_gaps(x) for x in given]
         y = attend(given[0].squeeze(2), *held[2:], column, mask, scale=scale)
-        for x in held[:2]:
-            x[:, :, slot] = torch.nan
-        for _ in range(2):
-            found = write(given[0], *held[:2], *given[1:], column, mask, scale=scale)
-            assert same_bits(found, y.flatten(1))
-            assert all(map(same_bits, held[:2], expected))
+        of_two = torch.cat([y[: len(query)], others])
+        for own, wanted in ((given[2], y), (given[3], of_two)):
+            for x in held[:2]:
+                x[:, :, slot] = torch.nan
+            for _ in range(2):
+                found = write(given[0], *held[:2], given[1], own, column, mask, scale=scale)
+                assert same_bits(found, wanted.flatten(1))
+                assert all(map(same_bits, held[:2], expected))
     seen = torch.ones_like(expected[0][:, 0, :, 0]).bool() if mask is None else mask
     check_attention(y[: len(query)], query, *expected, seen)
 

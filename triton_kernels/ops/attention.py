@@ -185,6 +185,7 @@ def _add_blocks_kernel(
     BLOCK_E: tl.constexpr,
     PAIR: tl.constexpr,
     WRITES: tl.constexpr,
+    TWO_VALUES: tl.constexpr,  # whether the value without the context is another one
 ):
     pid = tl.program_id(0).to(tl.int64)
     begin, offs_e = pid * blocks, tl.arange(0, BLOCK_E)
@@ -226,6 +227,8 @@ def _add_blocks_kernel(
             writes = (pid % SHARED == 0) & (slot >= 0) & (slot < S)
             tl.store(k_ptr, own_k, mask=offs_d < tl.where(writes, D, 0))
             tl.store(v_ptr, own, mask=offs_e < tl.where(writes, E, 0))
+            if TWO_VALUES:
+                own = tl.load(new_v_ptr + ROWS * stride_nvb, mask=offs_e < E, other=0.0)
         else:
             own = tl.load(v_ptr, mask=offs_e < E, other=0.0)
         tl.store(y_ptr + (ROWS * HEADS + pid) * E + offs_e, own, mask=offs_e < E)
@@ -243,10 +246,10 @@ def plan_blocks(
     """Plan two launches: of the blocks' largest scores, sums of weights and weighted values; and of
     y (B, H, E) from these three, with a slot (2B, H, E).
 
-    ``new`` is the token's key (B, G, D) and value (B, G E), if the launches write them into the
-    cache; then y is (2B, H E). The first launch gets query, key, value, mask, or True for all rows
-    and keys, then these two and the slot. The second one gets the three, key, value, these two and
-    the slot. Each is None for a launch that does not read it.
+    ``new`` is the token's key (B, G, D) and value (B or 2B, G E), if the launches write them into
+    the cache; then y is (2B, H E). The first launch gets query, key, value, mask, or True for all
+    rows and keys, then these two and the slot. The second one gets the three, key, value, these two
+    and the slot. Each is None for a launch that does not read it.
     """
     (rows, heads, d), (groups, keys), e = query.shape, key.shape[1:3], value.shape[-1]
     block_d, block_e = (max(power_of_two(width), 16) for width in (d, e))
@@ -255,6 +258,7 @@ def plan_blocks(
     block_keys = max(min((2**11 if query.itemsize > 2 else 2**14) // wide, 64), 16)
     blocks, shared = triton.cdiv(keys, block_keys), heads // max(groups, 1)
     pair, writes = slot is not None, new is not None
+    two_values = new is not None and len(new[1]) > rows
     own: tuple[Tensor | None, ...] = (None, None) if new is None else new
     own_strides = (0,) * 5 if new is None else (*new[0].stride(), *new[1].stride())
     cache_strides = *key.stride(), *value.stride()
@@ -292,7 +296,7 @@ def plan_blocks(
         rows * heads,
         (fp32, fp32, fp32, key if writes else None, value if pair else None, *own, slot),
         ((y, query.dtype),),
-        (keys, blocks, *cache_strides, *own_strides, *sizes, pair, writes),
+        (keys, blocks, *cache_strides, *own_strides, *sizes, pair, writes, two_values),
         4,
     )
     return attend, add
@@ -454,7 +458,8 @@ def write_and_attend(
     Args:
         query: (B, H, 1, D) fp32, bf16 or fp16.
         keys, values, mask, scale: as for :func:`decode_attention`; both are changed in place.
-        key, value: (B, G, 1, D) and (B, G E), query's dtype, in other memory than the cache.
+        key, value: (B, G, 1, D) and (B or 2B, G E), query's dtype, in other memory than the cache.
+            The first B rows of the value are written, the last B returned.
         slot: (1,) int64, from 0 to S - 1, which the host does not read. For another column nothing
             is written.
 
