@@ -68,7 +68,7 @@ def with_cache_writes(
                 for gone in (found.behind, keys, cached):
                     del result[gone]
                 result[place] = together
-                rows, heads, width = *call.args[0].shape[:2], call.args[2].shape[3]
+                (rows, heads, _), width = call.args[0].shape, call.args[2].shape[3]
                 whole[found.made] = whole[found.made].reshaped((2 * rows, heads * width))
         last |= dict.fromkeys(memory, place)
     return [result[place] for place in sorted(result)]
@@ -85,7 +85,7 @@ def _attentions(
         name, number = call.target._schema.name, call.made[0]
         if name in _PAIRS and not call.kwargs and number is not None:
             yield place, _Attention(call, place, number, slot=call.args[3])
-        parts = call.args[0] if call.target is _aten.cat.default else ()
+        parts: Sequence[Any] = call.args[0] if call.target is _aten.cat.default else ()
         if len(parts) != 2 or call.args[1:] not in ((), (0,)) or number is None:
             continue
         y, own = parts

@@ -117,6 +117,7 @@ class DecodeStep:
         rotary = fused_rotary(self.plan.rotary)
         with computing_factors(recorders), active, self._overrides, self.plan.rounding(), rotary:
             logits = model(**model_inputs).logits[-self.batch :, -1]
+        attached.watch.accept()
         misses = close_blocks(recorders) if self.plan.exact else None
         factors = [recorder.factors for recorder in recorders]
         notes = [recorder.notes for recorder in recorders]

@@ -48,7 +48,8 @@ class DecodeState:
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
             hold tokens.
         live: (B, 1) bool, the rows that still generate. The others get no patch.
-        fingerprint: of the weights at the start.
+        fingerprint: of the weights at the start. weights, code: the counts of the model's watch
+            then.
         fill: runs the model on a head; returns a new cache. None unless the rotary factors change
             at some length (LongRoPE).
         media: positions of the context with its images (M-RoPE).
@@ -64,6 +65,8 @@ class DecodeState:
     context_mask: Tensor
     live: Tensor
     fingerprint: str
+    weights: tuple[int, int]
+    code: int
     fill: Callable[[Sequences], Cache] | None
     media: MediaPositions | None
     keep_first: int
@@ -159,7 +162,7 @@ def start_decoding(
         slot=None,
         length=past.shape[1],
     )
-    ids = context_ids.new_zeros(batch, capacity)
+    ids, watch = context_ids.new_zeros(batch, capacity), attached.watch
     ids[:, : width - 1] = context_ids[:, :-1]
     return DecodeState(
         attached=attached,
@@ -171,6 +174,8 @@ def start_decoding(
         context_mask=context_mask,
         live=torch.ones_like(context_mask[:, :1]),
         fingerprint=attached.weights.fingerprint,
+        weights=(watch.weights, watch.numbers),
+        code=watch.code,
         fill=fill if switch_lengths(attached.model) else None,
         media=sequences.media,
         keep_first=keep_first,
@@ -193,8 +198,9 @@ def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
         ControllabilityError: no change of the weights can have the effect, for the block and row
             named.
         NonFiniteError: a logit of a live row is not finite.
-        UnsupportedModelError: the model has forward hooks with which the patch would be wrong, or
-            got some since the first step, and its steps run them in one pass.
+        UnsupportedModelError: the model has forward hooks with which the patch would be wrong; or
+            it got some, or other modules or settings, since the first step, and its steps run in
+            one pass.
     """
     attached = state.attached
     with attached.attachment.exclusive():
@@ -208,6 +214,11 @@ def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
         raise UnsupportedModelError(
             "expected the model without forward hooks, as at the first step, got new ones"
             f" on {paths_of(hooked)}: generate again, with mode='two_pass'"
+        )
+    if state.run is not None and attached.watch.code != state.code:
+        raise UnsupportedModelError(
+            f"expected {type(attached.model).__name__} with the modules and settings that it had at"
+            " the first step, they have changed: generate again, or take mode='two_pass'"
         )
     state.advance(token_ids)
     if state.fill is not None and state.steps > 1:
@@ -277,7 +288,9 @@ def _closed_again(state: DecodeState, output: StepOutput) -> Computation:
 
 def _deferred_patch(state: DecodeState, output: StepOutput) -> Callable[[], ContextPatch]:
     """Makes the patch of a step when it is called: later, when the state has moved on."""
-    attached, fingerprint = state.attached, state.fingerprint
+    attached, watch = state.attached, state.attached.watch
+    same_weights = state.weights == (watch.weights, watch.numbers)
+    fingerprint = state.fingerprint if same_weights else attached.weights.fingerprint
     arithmetic = arithmetic_here(attached.model) if state.arithmetic == NATIVE else state.arithmetic
     ids, context_mask, live, media = state.tokens, state.context_mask, state.live, state.media
     blocks = tuple(attached.blocks)  # also if it is detached by then

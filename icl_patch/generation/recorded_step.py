@@ -14,7 +14,6 @@ from icl_patch.generation.captured_step import CapturedStep
 from icl_patch.generation.decode_step import DecodeStep, RunStep, StepOutput
 from icl_patch.generation.region_compiler import in_regions
 from icl_patch.generation.step_program import StepProgram
-from icl_patch.models.execution_state import WatchedState
 
 
 class RecordedStep:
@@ -54,19 +53,33 @@ class RecordedStep:
         self._run: RunStep = self._record
         self._run_values: Callable[[], Sequence[Tensor]]  # the program as it runs
         self._device = step.inputs.current.device
-        self._state: WatchedState | None = None  # the model's when the step was recorded
+        self._watch = step.plan.attached.watch
+        self._recorded_with: tuple[int, int] | None = None  # the counts of its weights and code
         self._warned = False  # of steps without the program
+        self._was_right = False  # whether the program was, when it was last compared
 
     def __call__(self) -> StepOutput:
         """Run the current token."""
         autocast = torch.is_autocast_enabled(self._device.type)
-        if autocast or not (self._state is None or self._state.is_unchanged):
+        if autocast or not self.is_current:
             if not self._warned:
                 self._warned = True
-                reason = "autocast is on" if autocast else "the model has changed since the first"
+                reason = "autocast is on" if autocast else "the weights are others than the first"
                 warn_slower(self.own_code.plan.attached.model, self._device, reason)
             return self.own_code()
         return self._run()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model's weights and code are those that were recorded, if there are any."""
+        return self._recorded_with in (None, (self._watch.weights, self._watch.code))
+
+    def compare_again(self) -> None:
+        """Let the next call run both the program and the model's code: both may read what no watch
+        sees, such as a function of a source file.
+        """
+        if self.program is not None:
+            self._run = self._compare
 
     def _record(self) -> StepOutput:
         plan, leaves = self.own_code.plan, list[Any]()
@@ -89,7 +102,7 @@ class RecordedStep:
             self._give_up(error)
             return output
         self._on_source(self.program.source)
-        self._state = WatchedState(plan.attached.model)
+        self._recorded_with = self._watch.weights, self._watch.code
         self._run = self._compare
         return self._output(leaves.__getitem__)
 
@@ -104,10 +117,13 @@ class RecordedStep:
         else:
             expected = self._leaves()
             reason = self._difference(values, expected)
-        if reason is not None:
-            self._give_up(reason)
-        else:
+        if reason is None:
             self._run = self._run_program if self._device.type == "cpu" else self._capture
+        elif self._was_right:  # the model's code reads something else now
+            self.program, self._run = None, self._record
+        else:
+            self._give_up(reason)
+        self._was_right = reason is None
         return self._output(expected.__getitem__)
 
     def _difference(self, values: Sequence[Tensor], expected: Sequence[Any]) -> str | None:

@@ -236,7 +236,9 @@ def use_reusable_step(
     if (reason := plans.refused.get(key)) is not None:
         raise UnsupportedModelError(reason)
     step = kept.pop(key, None)
-    if step is None:
+    if step is not None and step.run.is_current:
+        step.run.compare_again()
+    else:
         step = ReusableStep(state, capacity, compiled=compiled, on_source=plans.sources.append)
     step.start_from(state.inputs)
     growing, state.inputs = state.run, step.inputs

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
@@ -57,9 +58,12 @@ def _interposed(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Any:
+    kwargs |= {"dropout": dropout, "scaling": scaling}
     if (attend := _attend.get()) is None:
-        return original(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    usual = not any(kwargs.get(name) is not None for name in _FURTHER)
+        return original(module, query, key, value, attention_mask, **kwargs)
+    usual = original is sdpa_attention_forward and not any(
+        kwargs.get(name) is not None for name in _FURTHER
+    )
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, slot: Tensor | None = None
@@ -69,7 +73,7 @@ def _interposed(
             if y is not None:
                 return y.transpose(1, 2)
         output: Tensor
-        output, _ = original(module, query, key, value, mask, dropout, scaling, **kwargs)
+        output, _ = original(module, query, key, value, mask, **kwargs)
         if slot is None:
             return output
         own = own_value(query, value.index_select(2, slot))

@@ -52,14 +52,27 @@ class PatchedRMSNorm(PatchedModule):
         cast_first: bool,
     ) -> None:
         super().__init__(base_layer)
-        eps = getattr(base_layer, "eps", getattr(base_layer, "variance_epsilon", None))
-        if eps is None or not isinstance(getattr(base_layer, "weight", None), Tensor):
+        names = [name for name in ("eps", "variance_epsilon") if hasattr(base_layer, name)]
+        if (
+            not names
+            or getattr(base_layer, names[0]) is None
+            or not isinstance(getattr(base_layer, "weight", None), Tensor)
+        ):
             raise TypeError(
                 "expected an RMSNorm with a weight and an eps (or variance_epsilon), got"
                 f" {type(base_layer).__name__}"
             )
-        self.eps = float(eps)
+        self._eps_name = names[0]
         self.scale_offset, self.cast_first = scale_offset, cast_first
+
+    @property
+    def eps(self) -> float:
+        """The base module's eps as it is now; setting it sets that of the base."""
+        return float(getattr(self.base_layer, self._eps_name))
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        setattr(self.base_layer, self._eps_name, value)
 
     @property
     def scale(self) -> Tensor:
@@ -175,7 +188,8 @@ def _form_of(module: nn.Module, dtype: torch.dtype) -> tuple[float, bool] | None
     if not known or any(x is not None for name, x in parts.items() if name != "weight"):
         return None  # its output may depend on more than the trial varies
     device = torch.device("cpu") if weight.is_meta else weight.device
-    key = (type(module), module.training, *settings.items(), len(weight), dtype, device)
+    kind = type(module), type(module).forward
+    key = (*kind, module.training, *settings.items(), len(weight), dtype, device)
     if key not in _forms:
         _forms[key] = _tried(module, len(weight), dtype, device)
     return _forms[key]

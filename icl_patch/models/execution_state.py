@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Mapping, Set
-from itertools import chain, repeat
+from enum import Enum
+from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from icl_patch.layers.patched_module import with_base
 
-_SCALARS = (bool, int, float, str, torch.dtype, FunctionType, BuiltinFunctionType)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_SCALARS = (bool, int, float, complex, str, Enum, torch.dtype, *_FUNCTIONS)
 # torch's own attributes of a module, and its forward, of which everybody asks
 _NO_SETTINGS = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
@@ -37,11 +39,20 @@ def execution_state(model: PreTrainedModel) -> list[Any]:
         for part in with_base(module):
             names = vars(part)
             found += (part, *part._forward_pre_hooks, *part._forward_hooks, names.get("forward"))
-            found.append(type(part).forward)
-            tensors = [id(x) for x in names.values() if isinstance(x, Tensor)]
-            settings = _settings(part).values()
-            found += [*tensors, *(x if isinstance(x, _SCALARS) else repr(x) for x in settings)]
+            found += (type(part), type(part).forward)
+            found += [_frozen(x) for name, x in names.items() if name not in _NO_SETTINGS]
     return found
+
+
+def _frozen(x: Any, depth: int = 4) -> Any:
+    """What a forward may read of an attribute, to compare it."""
+    if isinstance(x, Tensor):
+        return id(x)
+    if isinstance(x, Mapping):
+        x = [*x, *x.values()]
+    if isinstance(x, list | tuple | Set):
+        return tuple(_frozen(y, depth - 1) for y in x) if depth else None
+    return x if isinstance(x, _SCALARS) else None
 
 
 def _settings(module: object) -> dict[str, Any]:
@@ -61,58 +72,94 @@ def _is_setting(x: Any, depth: int = 4) -> bool:
     return x is None or isinstance(x, _SCALARS)
 
 
-class WatchedState:
-    """What a model's code may read, as it is now: its modules' weights, children, other tensors and
-    settings, those of its configurations, and the forwards.
+class ModelWatch:
+    """Counts the changes of what a model's code reads, from one look to the next.
+
+    Passes look before they run. Each look takes a few calls of the interpreter, because decode
+    steps do too.
+
+    Attributes:
+        weights: how often parameters or buffers were others, or elsewhere, than at the look before.
+        numbers: how often they were where they were, with other numbers, as far as torch counts
+            this.
+        code: how often modules, their classes, settings and other tensors, or the settings of
+            configurations, were others. A module's own forward counts as a hook.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parts = [part for module in model.modules() for part in with_base(module)]
-        places = [x for part in parts for x in (part._parameters, part._buffers, part._modules)]
-        # a patched module shares them with its base
-        self._places: list[dict[str, Any]] = [*{id(x): x for x in places}.values()]
+        self._model = model
+        self.weights = self.numbers = self.code = 0
+        self._take()
+
+    def look(self) -> None:
+        """Count what has changed."""
+        weights, code = self._has_other_weights(), self._has_other_code()
+        self.weights += weights
+        self.code += code
+        if not (weights or code) and self._versions() != self._numbers:
+            self.numbers += 1
+        elif not (weights or code):
+            return
+        self._take()
+
+    def accept(self) -> None:
+        """Take what has changed since the last look as it is: a forward did it, and nobody else."""
+        if self._has_other_code():
+            self._take()
+
+    def _take(self) -> None:
+        parts = [with_base(module)[-1] for module in self._model.modules()]
         self._attributes = [vars(part) for part in parts]
-        self._classes = [*{type(part) for part in parts}]
-        self._tensors = [
+        self._tensors: list[dict[str, Any]] = [
+            x for part in parts for x in (part._parameters, part._buffers)
+        ]
+        self._children, self._parts = [part._modules for part in parts], parts
+        self._other_tensors = [
             (names, name)
             for names in self._attributes
             for name, x in names.items()
             if isinstance(x, Tensor)
         ]
         configs = [names.get("config") for names in self._attributes]
-        kinds = (nn.Module, PreTrainedConfig)
-        owners = {id(x): x for x in (*parts, *configs) if isinstance(x, kinds)}
-        found = [(itemgetter(*names), vars(x)) for x in owners.values() if (names := _settings(x))]
-        self._readers, self._with_settings = zip(*found, strict=True)
+        owners = (*parts, *{id(x): x for x in configs if isinstance(x, PreTrainedConfig)}.values())
+        found = [(vars(x), names) for x in owners if (names := _settings(x))]
+        self._settled = [names for names, _ in found]
+        self._readers = [itemgetter(*names) for _, names in found]
         self._settings = copy.deepcopy(self._current_settings())  # with its own collections
-        self._objects = self._current()
-        self._weights = [x for x in self._objects if isinstance(x, Tensor)]
-        self._addresses = [*map(Tensor.data_ptr, self._weights)]
+        self._weights = self._current_weights()
+        # of subclasses of tensors the object has to do
+        self._plain = [x for x in self._weights if type(x) in (Tensor, nn.Parameter)]
+        self._counted = [x for x in self._plain if not x.is_inference()]
+        self._addresses, self._numbers = [*map(Tensor.data_ptr, self._plain)], self._versions()
+        self._code = self._current_code()
 
-    # in few calls of the interpreter: these run before every step
+    def _has_other_weights(self) -> bool:
+        current = self._current_weights()
+        same = len(current) == len(self._weights) and all(map(is_, current, self._weights))
+        return not same or [*map(Tensor.data_ptr, self._plain)] != self._addresses
 
-    def _current(self) -> list[Any]:
-        forwards = map(dict.get, self._attributes, repeat("forward"))
+    def _has_other_code(self) -> bool:
+        try:
+            current, settings = self._current_code(), self._current_settings()
+        except KeyError:  # a setting is gone
+            return True
+        same = len(current) == len(self._code) and all(map(is_, current, self._code))
+        return not same or settings != self._settings
+
+    def _current_weights(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._tensors))]
+
+    def _versions(self) -> list[int]:
+        return [*map(attrgetter("_version"), self._counted)]
+
+    def _current_code(self) -> list[Any]:
+        classes = [*map(type, self._parts)]
         return [
-            *chain.from_iterable(map(dict.values, self._places)),
-            *forwards,
-            *map(attrgetter("forward"), self._classes),
-            *(names[name] for names, name in self._tensors),
+            *chain.from_iterable(map(dict.values, self._children)),
+            *classes,
+            *map(attrgetter("forward"), classes),
+            *(names[name] for names, name in self._other_tensors),
         ]
 
     def _current_settings(self) -> list[Any]:
-        return [*map(call, self._readers, self._with_settings)]
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether all of these are what and where they were."""
-        try:
-            current, settings = self._current(), self._current_settings()
-        except KeyError:  # one is gone
-            return False
-        return (
-            len(current) == len(self._objects)
-            and all(map(is_, current, self._objects))
-            and settings == self._settings
-            and [*map(Tensor.data_ptr, self._weights)] == self._addresses
-        )
+        return [*map(call, self._readers, self._settled)]

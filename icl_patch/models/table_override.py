@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -51,8 +51,19 @@ class TableOverride:
         with self._lock:
             self._users.discard(user)
             if not self._users and self._before is not None:
-                self._names[self._name] = self._before
+                self._put_back(self._before)
                 self._before = None
+
+    def _put_back(self, function: Any) -> None:
+        """Let the mapping be as it was: one of transformers' tables may have the function from its
+        class, and an entry of its own would hide what is registered there later.
+        """
+        if not isinstance(self._names, dict):
+            with suppress(KeyError):  # after an interrupt it is gone
+                del self._names[self._name]
+            if self._names.get(self._name) is function:
+                return
+        self._names[self._name] = function
 
 
 @contextmanager

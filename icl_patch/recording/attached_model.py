@@ -25,7 +25,7 @@ from icl_patch.metrics import replay_error
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
-from icl_patch.models.execution_state import execution_state
+from icl_patch.models.execution_state import ModelWatch, execution_state
 from icl_patch.models.forward import check_inputs, counts_slots, names_of
 from icl_patch.models.language_model import (
     check_length,
@@ -130,6 +130,7 @@ class AttachedModel:
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
         hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
+        watch: what has changed in the model since attaching.
 
     Raises:
         UnsupportedModelError: a block has an unknown form, or the model fails the self-check.
@@ -168,6 +169,8 @@ class AttachedModel:
         try:
             with self.attachment.exclusive(), self.without_autocast():
                 self.ranks.shared(lambda: self._attach(state))
+            self.watch = ModelWatch(model)
+            self._checked = self.watch.code
         except BaseException as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
             self.detach()
@@ -294,6 +297,29 @@ class AttachedModel:
                 f" {self.model.dtype}: attach again"
             )
         check_eval([self.model, *[block.module for block in self.blocks]])
+        self.watch.look()
+        if self.ranks.any(self._checked != self.watch.code):
+            self.watch_hooks()
+            self._check_again()
+
+    def _check_again(self) -> None:
+        """Try the model again, whose code or settings have changed since it was attached.
+
+        Raises:
+            UnsupportedModelError: the blocks have another form now.
+        """
+        check = SelfCheck(self.model, self.recurrent, self.tokenizer)
+        try:
+            with self.attachment.exclusive(), self.without_autocast():
+                check.run(self)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                "expected the modules and settings that the model had when it was attached, they"
+                f" have changed: detach, and attach again ({error})"
+            ) from error
+        self._set_specs([block.block for block in self.blocks])
+        self.watch.accept()
+        self._checked = self.watch.code
 
     # -- compute
 
@@ -354,6 +380,7 @@ class AttachedModel:
         cache = kv_cache.new_cache(self.model)
         if sequences.head:
             forward_passes.run_head(self.model, sequences, cache, **model_inputs)
+            self.watch.accept()
         return cache
 
     def _check_rows(self, sequences: Sequences) -> None:

@@ -131,6 +131,7 @@ class SelfCheck:
         self._sequences = assemble(ids[:, :3], ids[:, 3:], keep_first=1)
         self._live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < 2
         self._windows: set[int | None] = set()  # the sizes of windows in the masks
+        self._expected: Tensor | None = None  # the logits of the unmodified model
 
     def blocks(self) -> list[Block]:
         """The model's blocks, from the first of the forwards; see
@@ -165,6 +166,8 @@ class SelfCheck:
     def run(self, attached: HasBlocks) -> None:
         """Raises UnsupportedModelError if the model does not behave as its block specs say."""
         blocks, ranks, positions = attached.blocks, attached.ranks, self._sequences.positions
+        if self._expected is None:  # attached already
+            self._expected, _ = self._forward(None)
         if reason := above_range(self._model, "the head", self._expected):
             raise UnsupportedModelError(reason)
         with observe(blocks) as activations:

@@ -155,7 +155,7 @@ def test_an_attention_that_changes_between_steps_is_noticed(mode: str) -> None:
         steps = patcher.generate(IDS[:1], **arguments)
         next(steps)
         model.set_attn_implementation("eager")
-        with pytest.raises(UnsupportedModelError, match="attention that it had before the first"):
+        with pytest.raises(UnsupportedModelError, match="settings that it had at the first step"):
             next(steps)
         if mode == "two_stream":
             step = next(patcher.generate(IDS[:1], **arguments))
