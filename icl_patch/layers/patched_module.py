@@ -143,6 +143,21 @@ class PatchedModule(nn.Module):
             yield prefix, self.base_layer
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
+    def unload_and_optionally_merge_module(self, **_: Any) -> nn.Module:
+        """The module itself, which has no adapter: PEFT's ``unload`` and ``merge_and_unload`` ask
+        every module.
+
+        Raises:
+            ValueError: the base module has adapters.
+        """
+        if hasattr(self.base_layer, "set_adapter"):
+            raise ValueError(
+                "expected a model without patched modules to take its adapters away, got a"
+                f" {type(self).__name__} around some: detach the patcher, or put the base modules"
+                " back, and call it again"
+            )
+        return self
+
     def train(self, mode: bool = True) -> "PatchedModule":
         """Set the mode of this module and its base."""
         self.base_layer.train(mode)

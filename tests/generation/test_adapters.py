@@ -14,6 +14,16 @@ from icl_patch import ContextPatcher, metrics
 STEPS = 18  # enough for a program
 
 
+def adapted(model: Any, targets: list[str]) -> Any:
+    """A PeftModel with two adapters on these matrices of the model."""
+    peft = imported("peft")
+    config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
+    result = peft.get_peft_model(model, config, "first")
+    result.add_adapter("second", config)
+    model.eval()
+    return result
+
+
 def of_the_model(model: Any, ids: Tensor) -> Tensor:
     output = model.generate(
         ids,
@@ -48,17 +58,38 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_steps_follow_the_adapters(change: str, targets: list[str]) -> None:
     """Also those within patched modules, and though the steps are a program from before."""
-    peft, model = imported("peft"), shallow("llama")
-    config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config, "first")
-    adapted.add_adapter("second", config)
-    model.eval()
-    ids = tokens(0, 2, 9)
+    model = shallow("llama")
+    peft, ids = adapted(model, targets), tokens(0, 2, 9)
     with ContextPatcher(model, "stable") as patcher:
         before = of_steps(patcher, ids)
         assert patcher.step_source is not None
-        CHANGES[change](adapted)
+        CHANGES[change](peft)
         found = of_steps(patcher, ids)
         assert metrics.linf(found, of_the_model(model, ids)).max() < 1e-5
         if change != "merged":
             assert metrics.linf(found, before).max() > 1e-3
+
+
+@pytest.mark.parametrize("way", ["unload", "merge_and_unload"])
+def test_adapters_that_are_taken_away(way: str) -> None:
+    """From matrices beside the patched ones while a patcher is attached, from these when it is
+    detached.
+    """
+    model, ids = shallow("llama"), tokens(0, 2, 9)
+    peft = adapted(model, ["q_proj"])
+    with ContextPatcher(model, "stable") as patcher:
+        of_steps(patcher, ids)
+        getattr(peft, way)()
+        found, expected = of_steps(patcher, ids), of_the_model(model, ids)
+    assert metrics.linf(found, expected).max() < 1e-5
+    peft = adapted(model, ["q_proj", "down_proj"])
+    with ContextPatcher(model, "stable"):
+        with pytest.raises(ValueError, match="detach the patcher"):
+            getattr(peft, way)()
+        with_adapters = of_the_model(model, ids)
+    getattr(peft, way)()
+    error = metrics.linf(of_the_model(model, ids), expected).max()
+    assert (error < 1e-5) == (way == "unload") and metrics.linf(
+        with_adapters, expected
+    ).max() > 1e-3
+    assert not any("lora" in name for name in model.state_dict())
