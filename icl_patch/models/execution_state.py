@@ -94,17 +94,16 @@ class ModelWatch:
     def look(self) -> None:
         """Count what has changed."""
         weights, code = self._has_other_weights(), self._has_other_code()
+        numbers = self._versions() != self._numbers
+        if weights or code or numbers:
+            self._take()
         self.weights += weights
         self.code += code
-        if not (weights or code) and self._versions() != self._numbers:
-            self.numbers += 1
-        elif not (weights or code):
-            return
-        self._take()
+        self.numbers += numbers
 
     def accept(self) -> None:
         """Take what has changed since the last look as it is: a forward did it, and nobody else."""
-        if self._has_other_code():
+        if self._has_other_code() or self._has_other_weights():
             self._take()
 
     def _take(self) -> None:
@@ -114,6 +113,7 @@ class ModelWatch:
             x for part in parts for x in (part._parameters, part._buffers)
         ]
         self._children, self._parts = [part._modules for part in parts], parts
+        self._classes = [*{type(part) for part in parts}]
         self._other_tensors = [
             (names, name)
             for names in self._attributes
@@ -153,11 +153,10 @@ class ModelWatch:
         return [*map(attrgetter("_version"), self._counted)]
 
     def _current_code(self) -> list[Any]:
-        classes = [*map(type, self._parts)]
         return [
             *chain.from_iterable(map(dict.values, self._children)),
-            *classes,
-            *map(attrgetter("forward"), classes),
+            *map(type, self._parts),
+            *map(attrgetter("forward"), self._classes),
             *(names[name] for names, name in self._other_tensors),
         ]
 
