@@ -219,8 +219,8 @@ class ContextPatcher:
                 has positions; ``model_inputs`` are given although some tokens stay; or images come
                 without the processor's ``mm_token_type_ids``, and the model numbers their tokens by
                 them.
-            TypeError: ids or a mask are not a tensor, or the model does not accept one of
-                ``model_inputs``.
+            TypeError: ids or a mask are not a tensor, ``keep_first`` is no integer, or the model
+                does not accept one of ``model_inputs``.
         """
         self.attached_model.attachment.check_outside()
         self.attached_model.require_attached()
@@ -413,11 +413,14 @@ class ContextPatcher:
         with the last row.
 
         Args:
-            context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool.
+            context_ids: (B, C) int64, left-padded.
+            context_mask: (B, C) bool, True = token. By default as in ``model.generate``: the
+                padding id is no token, unless it also ends a row.
             input_ids, attention_mask: transformers' names for these two:
                 ``generate(**tokenizer(prompt, return_tensors="pt"))``.
             max_new_tokens: the maximum number of steps; by default that of the generation
-                configuration, else 64, or less if the model has fewer positions left.
+                configuration, else 64, or less if the model has fewer positions left. The last new
+                token is not run, and needs no position.
             streamer: gets the prompt at once, and each token when it is chosen.
             keep_first: as in :meth:`compute`. Steps that keep tokens run two passes.
             mode: how a step runs the rows with the context and the rows without it:
@@ -467,7 +470,8 @@ class ContextPatcher:
             UnsupportedModelError: this model or its forward hooks do not allow ``mode`` or
                 ``compile``, or the model got a hook after the first step.
             ValueError, ControllabilityError, NonFiniteError: as :meth:`compute`. ValueError also if
-                there are more tokens than the model has positions, if ``keep_first`` comes with a
+                there are more tokens than the model has positions, if a cache is given, if there is
+                no mask and a row has the padding id behind a token, if ``keep_first`` comes with a
                 mode of one pass, or if settings such as ``num_beams`` ask for a choice of tokens
                 that is neither greedy nor sampling.
             TypeError: as :meth:`compute`; or ``inputs_embeds`` are given, or outputs are asked for.

@@ -66,6 +66,16 @@ def check_text(text: object) -> None:
         ) from None
 
 
+def check_path(path: object) -> None:
+    """Raises ValueError for a path that is not UTF-8: safetensors opens no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"expected a path in UTF-8, which safetensors needs, got {str(path)!r}: rename it"
+        ) from None
+
+
 def _check_mark(content: bytes, path: Path) -> None:
     """Raises ValueError if a file begins with the byte order mark of another encoding."""
     for mark, encoding in _OTHER_MARKS.items():

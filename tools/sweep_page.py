@@ -138,5 +138,6 @@ def program_reason(run: str) -> str:
         return "refused by every update, as above"
     for pattern, words in ((r".* a program of them: |\. Ask for compile=.*", ""), *WORDS):
         run = re.sub(pattern, words, run)
-    run = re.sub(r"keep \d+ tokens, and its window has \d+", "keep more than four windows", run)
+    windows = r"keep (\d+ tokens, and its window has \d+|more than 4 windows of \d+ tokens)"
+    run = re.sub(windows, "keep more than four windows", run)
     return re.sub(r"change by [\d.e-]+ in", "change in", run)

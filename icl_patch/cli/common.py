@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.status import Status
 
 from icl_patch.cli.output import OutputError, output
-from icl_patch.texts import check_text, read_text
+from icl_patch.texts import check_path, check_text, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +54,13 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 def add_out(
     parser: argparse.ArgumentParser,
     meaning: str,
-    kind: Callable[[str], Path] = Path,
+    kind: Callable[[str], Path] | None = None,
     metavar: str = "DIR",
 ) -> None:
     """Add ``--out``, the file or folder that the command writes, and ``--force``, for
     :func:`check_out`.
     """
+    kind = _nameable if kind is None else kind
     parser.add_argument("--out", type=kind, required=True, metavar=metavar, help=meaning)
     meaning = "replace an earlier result under --out"
     parser.add_argument("--force", action="store_true", default=None, help=meaning)
@@ -103,7 +104,7 @@ def add_model(
             help="fp32, bf16 or fp16 (default: as saved; embedded: fp32)",
         )
         meaning = "of the random number generators (default 0)"
-        parser.add_argument("--seed", type=int, default=0, help=meaning)
+        parser.add_argument("--seed", type=_seed, default=0, help=meaning)
 
 
 def add_device(
@@ -300,6 +301,13 @@ def positive(text: str, least: int = 1) -> int:
     return number
 
 
+def _seed(text: str) -> int:
+    """A seed of torch's generators."""
+    if not -(2**63) <= (number := int(text)) < 2**64:
+        raise argparse.ArgumentTypeError(f"expected a seed from -2⁶³ to 2⁶⁴ - 1, got {text}")
+    return number
+
+
 def _not_negative(text: str) -> int:
     return positive(text, 0)
 
@@ -326,11 +334,20 @@ def device(text: str) -> "torch.device":
     return value
 
 
+def _nameable(text: str) -> Path:
+    """An output file or folder whose name safetensors can open again."""
+    try:
+        check_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
 def writable(suffix: str) -> Callable[[str], Path]:
     """An output file in an existing folder, so that no result is lost to a mistyped name."""
 
     def check(text: str) -> Path:
-        path = Path(text)
+        path = _nameable(text)
         if path.suffix != suffix:
             raise argparse.ArgumentTypeError(
                 f"expected a file name ending in {suffix}, got {text!r}"
@@ -425,13 +442,13 @@ def context_text(options: argparse.Namespace) -> str | None:
     """The context that the options give, if they give one.
 
     Raises:
-        ValueError: the file is empty; or as :func:`icl_patch.texts.read_text`.
+        ValueError: it is empty; or as :func:`icl_patch.texts.read_text`.
     """
-    if options.context_file is not None:
-        if not (content := read_text(options.context_file)):
-            raise ValueError(f"expected a context in {options.context_file}, got an empty file")
-        return content
-    context: str | None = options.context
+    file, context = options.context_file, options.context
+    if file is not None and not (context := read_text(file)):
+        raise ValueError(f"expected a context in {file}, got an empty file")
+    if context == "":
+        raise ValueError("expected a context, got an empty --context: leave the option out")
     return context
 
 

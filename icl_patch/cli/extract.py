@@ -122,17 +122,17 @@ def _answer(
     """
     import torch
 
+    from icl_patch.generation.settings import switched_off
     from icl_patch.models.ends import chat_ends
 
     if options.max_new_tokens is None:
         return ids[:, :0]
     assert patcher.tokenizer is not None
-    ends = chat_ends(patcher.model, patcher.tokenizer, chat)
+    arguments = chat_ends(patcher.model, patcher.tokenizer, chat) | switched_off(patcher.model)
+    arguments |= {"context_mask": torch.ones_like(ids), "max_new_tokens": options.max_new_tokens}
     with common.progress_bar("answering", options) as progress:
         found = []
-        for step in patcher.generate(
-            ids, max_new_tokens=options.max_new_tokens, mode="two_pass", **ends
-        ):
+        for step in patcher.generate(ids, mode="two_pass", **arguments):
             found.append(step.token_ids)
             progress(len(found), options.max_new_tokens)
     return torch.stack(found, 1)

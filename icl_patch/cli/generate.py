@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HELP = "generate with freshly patched weights at every token"
+# Options of patched steps, which a static patch has none of, and their defaults.
+_OF_STEPS: dict[str, Any] = {"update": "exact", "keep_first": 0, "mode": "auto", "compile": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=MODES,
-        default="auto",
         help="how a step runs the tokens with and without the context (default: auto, the fastest)",
     )
     parser.add_argument(
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, metavar="T", help="with --sample: of the softmax"
     )
+    parser.set_defaults(**dict.fromkeys(_OF_STEPS))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +54,11 @@ def run(options: argparse.Namespace) -> int:
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature: without it, decoding is greedy")
     if options.patch is not None:
+        common.refuse(options, tuple(_OF_STEPS), "with --patch")
         return _with_patch(options)
+    for name, default in _OF_STEPS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
     prompt = common.prompt_text(options)
     tokenizer = common.load_tokenizer(options)
     common.check_chat(options, tokenizer)
@@ -98,24 +104,24 @@ def _choices(
     options: argparse.Namespace, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
     """The arguments of ``generate``: how tokens are chosen, and where a chat's answer ends."""
+    from icl_patch.generation.settings import switched_off
     from icl_patch.models.ends import chat_ends
 
     ends = chat_ends(model, tokenizer, options.chat or options.system is not None)
     given = {} if options.temperature is None else {"temperature": options.temperature}
-    return {"do_sample": options.sample, **given, **ends}
+    return {"do_sample": options.sample, **given, **ends, **switched_off(model)}
 
 
 def _with_patch(options: argparse.Namespace) -> int:
     """Generate with a static patch."""
     prompt = common.prompt_text(options)
-    if prompt is None or options.compile or options.keep_first:
-        raise ValueError(
-            "expected --context or --question, and neither --compile nor --keep-first, with --patch"
-        )
+    if prompt is None:
+        raise ValueError("expected --context or --question with --patch")
     tokenizer = common.load_tokenizer(options)
     import torch
 
     from icl_patch.evaluation.loading import encode_contexts
+    from icl_patch.models.language_model import check_length
     from icl_patch.models.model_checks import require_finite
 
     ids, _ = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
@@ -123,6 +129,7 @@ def _with_patch(options: argparse.Namespace) -> int:
     front, in_chat = patch.info.front, options.chat or options.system is not None
     if front and not in_chat and int(ids[0, 0]) != front[0]:
         ids = torch.cat([torch.tensor([front], dtype=ids.dtype), ids], 1)
+    check_length(model, ids.shape[1], options.max_new_tokens - 1)  # the last token is not run
     generate: Any = model.generate
     with patch.applied(model):
         out = generate(
@@ -134,7 +141,7 @@ def _with_patch(options: argparse.Namespace) -> int:
             return_dict_in_generate=True,
             **_choices(options, model, tokenizer),
         )
-        again = torch.no_grad()(partial(model, out.sequences))
+        again = torch.no_grad()(partial(model, out.sequences[:, :-1]))
         require_finite(model, torch.stack(out.logits, 1), again)
     token_ids = out.sequences[0, ids.shape[1] :].tolist()
     text = str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.evaluation import embedded
 from icl_patch.evaluation.embedded import Prompt
 from icl_patch.evaluation.verify import VerifyReport, verify
+from icl_patch.generation.settings import switched_off
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.ends import chat_ends
 from icl_patch.models.prompts import make_prompt, padded, split_ids
@@ -89,7 +90,7 @@ def three_continuations(
     """
     assert patcher.tokenizer is not None
     greedy: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    greedy |= chat_ends(patcher.model, patcher.tokenizer, chat)
+    greedy |= chat_ends(patcher.model, patcher.tokenizer, chat) | switched_off(patcher.model)
 
     def generated(prompt: Tensor) -> Tensor:
         generate: Any = patcher.model.generate
@@ -97,7 +98,8 @@ def three_continuations(
         return out[:, prompt.shape[1] :]
 
     ids, patched = torch.cat([context_ids, question_ids], 1), []
-    for step in patcher.generate(ids, mode="two_pass", keep_first=keep_first, **greedy):
+    given: Any = {"context_mask": torch.ones_like(ids), "keep_first": keep_first, **greedy}
+    for step in patcher.generate(ids, mode="two_pass", **given):
         replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1].argmax(-1)
         patched.append(torch.where(replayed == step.logits.argmax(-1), step.token_ids, replayed))
     return {

@@ -64,7 +64,8 @@ def answer(
     if not {"eos_token_id", "generation_config"} & arguments.keys():
         arguments |= chat_ends(attached.model, attached.tokenizer, asked.chat)
     prompt_ids = torch.cat([context_ids, question_ids], 1)
-    steps = generate(prompt_ids, keep_first=keep_first, **arguments)
+    mask = torch.ones_like(prompt_ids)  # a text may hold the padding id
+    steps = generate(prompt_ids, context_mask=mask, keep_first=keep_first, **arguments)
     token_ids = torch.stack([step.token_ids for step in steps], 1)
     kept_ids = torch.cat([question_ids, token_ids[:, :-1]], 1)
     patch = attached.compute(assemble(context_ids, kept_ids, keep_first=keep_first)).patch

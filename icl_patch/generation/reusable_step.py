@@ -174,7 +174,7 @@ def _check_recordable(attached: AttachedModel, state: DecodeState) -> None:
     narrowest = min((window for window in windows if window), default=capacity)
     if state.inputs.current.is_cpu and capacity > _WIDER * narrowest:
         raise UnsupportedModelError(
-            f"a layer would keep {capacity} tokens, and its window has {narrowest}"
+            f"a layer would keep more than {_WIDER} windows of {narrowest} tokens"
         )
 
 

@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.generation.decode_mode import AUTO_MODE, TWO_PASS
@@ -28,17 +23,15 @@ from icl_patch.generation.reusable_step import (
     use_program,
     use_reusable_step,
 )
-from icl_patch.generation.settings import prepare, setting
+from icl_patch.generation.settings import context_of, prepare, setting
 from icl_patch.models.forward import (
     CACHE_NAMES,
     OUTPUTS,
     MediaPositions,
-    cache_in,
     check_last_type,
     media_positions,
     needs_media_positions,
 )
-from icl_patch.models.kv_cache import is_empty
 from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.models.positions import check_one_side
 from icl_patch.patch.context_patch import ContextPatch
@@ -104,18 +97,6 @@ def _checked(
         raise ValueError(f"expected settings of greedy search or sampling, got those of {way}")
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    cache = cache_in(model_kwargs)
-    if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
-        raise ValueError(
-            "expected no cache, or an empty DynamicCache without offloading, got"
-            f" {type(cache).__name__}: leave it out. The patcher has its own cache, a static one"
-            " with compile=True"
-        )
-    if cache is not None and not is_empty(cache):
-        raise ValueError(
-            "expected an empty cache, got one that has seen tokens: leave it out, because the patch"
-            " absorbs the context from its first token on"
-        )
     model_inputs = {
         name: value
         for name, value in model_kwargs.items()
@@ -179,12 +160,12 @@ def generate(
     plans.attached.require_attached()
     model: Any = plans.attached.model
     prepare(model, arguments, plans.attached.tokenizer)
-    ids, mask = check_context(context_ids, context_mask)
+    ids, mask = context_of(model, arguments, context_ids, context_mask)
     mode = _mode_of(mode, compile, mask, keep_first)
     media_positions(model, ids, mask, arguments)  # checks them
     lengths = [setting(model, arguments, name) for name in ("max_length", "max_new_tokens")]
     if max_new_tokens is None and lengths == [None, None]:
-        room = position_limit(model) - int(mask.sum(1).max())
+        room = position_limit(model) - int(mask.sum(1).max()) + 1  # the last token is not run
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
     if max_new_tokens is not None:
         arguments["max_new_tokens"] = max_new_tokens
@@ -254,9 +235,9 @@ def _loop(
         with attached.attachment.exclusive():
             attached.agree("the prompt", (ids, mask), options=(mode, compile, keep_first))
             capacity = max(int(config.max_length), ids.shape[1] + 1)
-            lengths, new = mask.sum(1), capacity - ids.shape[1]
+            lengths, new = mask.sum(1), capacity - ids.shape[1] - 1  # the last token is not run
             check_length(model, int(lengths.max()), new)
-            check_one_side(model, lengths, new - 1)  # the last token is not run
+            check_one_side(model, lengths, new)
             if compile is True:
                 check_compilable(attached)
             plan = plans.choose(mode, one_pass=compile is True)

@@ -2,8 +2,11 @@
 generation configuration among them, or in the model's own.
 """
 
+import warnings
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -11,7 +14,8 @@ from transformers import (
     StopStringCriteria,
 )
 
-from icl_patch.models.forward import OUTPUTS, check_inputs
+from icl_patch.models.forward import OUTPUTS, cache_in, check_inputs
+from icl_patch.recording.sequences import check_context
 
 # Settings with which transformers chooses tokens in another way, and the values without.
 _OTHER_WAYS: dict[str, Any] = {
@@ -39,7 +43,8 @@ def prepare(
     tokenizer: for stop strings, if none is among the arguments.
 
     Raises:
-        ValueError: a setting is not served, or there are stop strings and no tokenizer.
+        ValueError: a setting is not served, there is a cache, or there are stop strings and no
+            tokenizer.
         TypeError: embeddings in place of tokens, or an output of the model, are asked for.
     """
     for name in _OTHER_LOOPS:
@@ -58,8 +63,51 @@ def prepare(
     asked = [name for name in OUTPUTS if setting(model, arguments, name)]
     given = [name for name in ("inputs", "inputs_embeds") if arguments.get(name) is not None]
     check_inputs(model, asked + given)
+    if (cache := cache_in(arguments)) is not None:
+        raise ValueError(
+            f"expected no cache, got {type(cache).__name__}: leave it out. The patch absorbs the"
+            " context from its first token on, and the patcher has its own cache, a static one with"
+            " compile=True"
+        )
     _leave_out_their_loop(model, arguments)
     _add_stop_strings(model, arguments, tokenizer)
+
+
+def switched_off(model: PreTrainedModel) -> dict[str, Any]:
+    """The arguments that switch off what a model's generation configuration asks for and our loop
+    refuses; and of several answers all but one.
+    """
+    off = _OTHER_WAYS | dict.fromkeys(OUTPUTS, False) | {"num_return_sequences": 1}
+    return {
+        name: value
+        for name, value in off.items()
+        if setting(model, {}, name) not in (None, False, value)
+    }
+
+
+def context_of(
+    model: PreTrainedModel, arguments: dict[str, Any], ids: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A context as int64 ids and bool mask; without a mask it has the one that transformers
+    infers: the padding id is no token, unless it also ends a row.
+
+    Raises:
+        ValueError: as :func:`icl_patch.recording.sequences.check_context`.
+    """
+    ids, given = check_context(ids, mask)
+    padding, ends = (setting(model, arguments, f"{name}_token_id") for name in ("pad", "eos"))
+    if mask is not None or padding is None:
+        return ids, given
+    padding = int(padding)
+    if ends is not None and padding in torch.as_tensor(ends).flatten().tolist():
+        return ids, given
+    try:
+        return check_context(ids, ids != padding)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Without context_mask the id {padding} is padding, as pad_token_id={padding}"
+            " says, and as in model.generate: give the mask, or pass pad_token_id=None"
+        ) from error
 
 
 def setting(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> Any:
@@ -91,7 +139,8 @@ def _add_stop_strings(
     model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """Replace ``stop_strings`` and ``tokenizer`` by a criterion: transformers' ``generate`` loses
-    the tokenizer if it is given a decoding method.
+    the tokenizer if it is given a decoding method. A criterion of the same type that the user gives
+    takes precedence, as there.
     """
     tokenizer = arguments.pop("tokenizer", None) or tokenizer
     if (strings := setting(model, arguments, "stop_strings")) is None:
@@ -101,6 +150,14 @@ def _add_stop_strings(
             f"expected a tokenizer with stop_strings={strings!r} (an argument, or of the"
             " generation configuration), got none: pass tokenizer=..., or stop_strings=None"
         )
+    arguments["stop_strings"] = None
     others = arguments.get("stopping_criteria") or ()
+    if any(type(other) is StopStringCriteria for other in others):
+        warnings.warn(
+            f"expected either stop_strings or a StopStringCriteria, got both: the criterion takes"
+            f" precedence, as in model.generate, and stop_strings={strings!r} have no effect",
+            stacklevel=2,
+        )
+        return
     stop = StopStringCriteria(tokenizer, strings)
-    arguments |= {"stopping_criteria": StoppingCriteriaList([*others, stop]), "stop_strings": None}
+    arguments["stopping_criteria"] = StoppingCriteriaList([*others, stop])

@@ -77,9 +77,11 @@ class PatchedLinear(PatchedModule):
             or u.shape[:-1] != v.shape[:-1]
             or (shared and (u.dim() != 3 or u.shape[0] != 1))
         ):
-            form = "(1, R, ·)" if shared else "(..., ·)"
+            form = "u (1, R, N) and v (1, R, K)"
+            if not shared:
+                form = "u (M, N) and v (M, K) for M rows, or (..., N) and (..., K),"
             raise ValueError(
-                f"expected u and v {form} with the same leading dimensions, got {tuple(u.shape)},"
+                f"expected {form} with the same leading dimensions, got {tuple(u.shape)},"
                 f" {tuple(v.shape)}"
             )
         self.off()

@@ -93,10 +93,10 @@ def position_limit(model: PreTrainedModel) -> int:
 
 def check_length(model: PreTrainedModel, tokens: int, new: int = 0) -> None:
     """Raises ValueError if the model has no positions for so many tokens and ``new`` ones after
-    them.
+    them: those of a generation but the last, which is not run.
     """
     if (limit := position_limit(model)) < tokens + new:
-        more = f" and {new} new ones" if new else ""
+        more = f" and {new} new ones before the last" if new else ""
         why = "as many as the model has positions for"
         if limit == steady_length(model):
             why = "beyond which dynamic NTK changes the rotary frequencies from call to call"

@@ -71,12 +71,12 @@ def check_one_side(model: nn.Module, lengths: Tensor, new: int = 0) -> None:
     """Raises ValueError if LongRoPE would rotate a row of a batch otherwise than the row alone:
     the longest row decides for all.
 
-    lengths: (B,) int64, the tokens of each row. new: how many more each row may get.
+    lengths: (B,) int64, the tokens of each row. new: how many more of each row may be run.
     """
     shortest, longest = int(lengths.min()), int(lengths.max())
     for switch in switch_lengths(model):
         if shortest < longest and shortest <= switch < longest + new:
-            more = f" and {new} new ones" if new else ""
+            more = f" and {new} new ones before the last" if new else ""
             raise ValueError(
                 f"expected rows of at most {switch} tokens each, or of more each, because LongRoPE"
                 " changes its factors there for the whole batch, got rows of"

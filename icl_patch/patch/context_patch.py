@@ -50,6 +50,7 @@ from icl_patch.patch.serialization import (
     file_parts,
     read_patch,
 )
+from icl_patch.texts import check_path
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,9 @@ class ContextPatch:
             FingerprintMismatch: the model's weights no longer have the patch's fingerprint.
             OSError: the file cannot be written.
             PatchFormatError: a factor is not finite.
+            ValueError: the path is not UTF-8.
         """
+        check_path(path)
         self._check_weights()
         indexed = zip(self.layer_indices, self.layers, strict=True)
         tensors = {
@@ -351,6 +354,7 @@ class ContextPatch:
             FingerprintMismatch: the patch was computed with weights, a dtype or a tokenizer other
                 than the given ones.
             OSError: the file cannot be read.
+            ValueError: the path is not UTF-8.
         """
         patch = cls(**read_patch(path))
         return patch.with_digest(patch.digest).fitted_to(model, tokenizer)

@@ -24,6 +24,7 @@ from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.pipeline import is_on_another_rank
 from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
+from icl_patch.texts import check_path
 
 if TYPE_CHECKING:
     from icl_patch.patch.context_patch import ContextPatch
@@ -111,10 +112,16 @@ def file_parts(header: Header, tensors: dict[str, Tensor]) -> tuple[bytes | memo
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
-    """The header and the tensors of a patch file; raises PatchFormatError.
+    """The header and the tensors of a patch file.
 
     Of the header's entries only ``format`` and ``sha256`` are checked here.
+
+    Raises:
+        PatchFormatError: the file is damaged or not a patch.
+        ValueError: the path is not UTF-8.
+        OSError: the file cannot be read.
     """
+    check_path(path)
     if not stat.S_ISREG(Path(path).stat().st_mode):
         raise PatchFormatError(f"expected a patch file, got {path}, which is a folder or a device")
     try:
@@ -161,9 +168,8 @@ def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The fields of a :class:`icl_patch.ContextPatch` in a file.
 
     Raises:
-        PatchFormatError: as :func:`read_file`; or the patch is of another kind, or an entry is
-            missing.
-        OSError: the file cannot be read.
+        PatchFormatError, ValueError, OSError: as :func:`read_file`. PatchFormatError also if the
+            patch is of another kind, or an entry is missing.
     """
     header, tensors = read_file(path)
     check_kind(header, PER_TOKEN, "StaticPatch.load and icl-patch generate read static patches")

@@ -92,7 +92,8 @@ def with_media(
 def check_tensor(name: str, value: object) -> None:
     """Raises TypeError unless the argument ``name`` is a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"expected {name} as a tensor, got {type(value).__name__}")
+        cure = ": pass **encoding, or its tensors" if isinstance(value, Mapping) else ""
+        raise TypeError(f"expected {name} as a tensor, got {type(value).__name__}{cure}")
 
 
 def _as_batch(
@@ -165,7 +166,10 @@ def behind_first(mask: Tensor, keep_first: int) -> Tensor:
 
     Raises:
         ValueError: a negative number.
+        TypeError: no integer.
     """
+    if not hasattr(keep_first, "__index__"):
+        raise TypeError(f"expected keep_first as an integer, got {keep_first!r}")
     if keep_first < 0:
         raise ValueError(f"expected keep_first ≥ 0, got {keep_first}")
     return mask & (mask.cumsum(1) > keep_first)

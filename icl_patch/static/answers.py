@@ -127,7 +127,7 @@ def greedy(
     """
     ends = ends_of(model, end)
     ids, mask = padded(rows, "left")
-    check_length(model, ids.shape[1], max_new_tokens)
+    check_length(model, ids.shape[1], max_new_tokens - 1)
     device = input_device(model)
     generate: Any = model.generate
     configured, model.generation_config = model.generation_config, GenerationConfig()

@@ -42,6 +42,7 @@ from icl_patch.patch.serialization import (
     reading,
 )
 from icl_patch.static.targets import StaticReport
+from icl_patch.texts import check_path
 
 KIND = "static"
 _FRONT = """\
@@ -267,7 +268,9 @@ class StaticPatch:
         Raises:
             OSError: the file cannot be written.
             PatchFormatError: a factor is not finite.
+            ValueError: the path is not UTF-8.
         """
+        check_path(path)
         tensors = {
             f"{name}.{side}": getattr(change, side).contiguous().cpu()
             for name, change in self.changes.items()
@@ -293,6 +296,7 @@ class StaticPatch:
             FingerprintMismatch: the patch was fitted with other weights or another tokenizer than
                 the given ones.
             OSError: the file cannot be read.
+            ValueError: the path is not UTF-8.
         """
         header, tensors = read_file(path)
         check_kind(

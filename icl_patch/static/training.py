@@ -66,6 +66,8 @@ class Distillation:
         least = min(*counts, self.preserve_batch_size, self.check_every, self.patience)
         if least < 1 or not min(self.learning_rate, self.clip) > 0:
             raise ValueError(f"expected positive settings of a distillation, got {self}")
+        if abs(self.seed) >= 2**32:  # those of later steps are a million times as large
+            raise ValueError(f"expected a seed below 2³² in size, got {self.seed}")
 
     def rate(self, step: int, done: float) -> float:
         """The factor of the learning rate at a step, after this share of the fit."""

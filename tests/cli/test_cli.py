@@ -104,16 +104,39 @@ def test_generate_in_a_mode(run: Run) -> None:
     assert run(*command, "--temperature", "0.5")[0] == 2
 
 
-def test_an_empty_context_and_a_temperature_of_zero_are_what_they_say(
-    run: Run,
-) -> None:
-    command = ("generate", "--max-new-tokens", "6", "--json")
-    texts = [run(*command, *context)[1] for context in (("--context", ""), ())]
-    empty, default = map(json.loads, texts)
-    assert empty["token_ids"] != default["token_ids"]
-    status, out, _ = run(*command, "--context", "a", "--sample", "--temperature", "0")
-    assert status == 2
-    assert "temperature" in json.loads(out)["error"]["message"]
+def test_an_empty_context_and_a_temperature_of_zero_are_refused(run: Run) -> None:
+    """Neither means the default, nor does an empty file."""
+    command = ("generate", "--max-new-tokens", "6")
+    for given, message in (
+        (("--context", ""), "expected a context, got an empty --context"),
+        (("--context", "", "--question", "a"), "expected a context, got an empty --context"),
+        (("--context-file", os.devnull), f"a context in {os.devnull}, got an empty file"),
+        (("--context", "a", "--sample", "--temperature", "0"), "temperature"),
+    ):
+        status, out, err = run(*command, *given)
+        assert (status, out) == (2, "") and message in err  # not even the end of a line
+
+
+def test_what_a_generation_configuration_asks_for_is_left_out(tmp_path: Path, run: Run) -> None:
+    """Beams, several answers and outputs: the commands are greedy, and give one answer."""
+    model, tokenizer = embedded.load()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    wanted = {"num_beams": 3, "num_return_sequences": 2, "output_hidden_states": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | wanted))
+    changes = {"model.layers.0.mlp.down_proj": LowRank(torch.zeros(1, 128), torch.zeros(1, 256))}
+    info = StaticInfo.of(model, tokenizer, "test", ())
+    StaticPatch(info, changes).save(tmp_path / "static.safetensors")
+    prompt = ("--context", "say german\n", "--question", "7 0 4.", "--max-new-tokens", "5")
+    expected = json.loads(run("generate", *prompt, "--json")[1])["text"]
+    for command in (("generate",), ("generate", "--patch", tmp_path / "static.safetensors")):
+        status, out, err = run(command[0], tmp_path, *command[1:], *prompt, "--json")
+        assert (status, json.loads(out).get("text")) == (0, expected), err
+    status, out, _ = run(
+        "extract", tmp_path, *prompt, "--out", tmp_path / "p.safetensors", "--json"
+    )
+    assert (status, json.loads(out).get("answer")) == (0, expected)
 
 
 MODEL_FILE = embedded.MODEL_DIR / "model.safetensors"
@@ -134,12 +157,15 @@ ERRORS = [
     ("extract --context a --question b --out a", 2, "ArgumentTypeError", "ending in .safetensors"),
     ("extract --context a --out a.safetensors", 2, "ValueError", "expected --question"),
     ("extract --context a --keep-first -1 --out a", 2, "UsageError", "a number ≥ 0, got -1"),
-    (
-        f"generate --question a --keep-first 1 --patch {__file__}",
-        2,
-        "ValueError",
-        "nor --keep-first, with",
+    *(
+        (f"generate --question a {option} --patch {__file__}", 2, "ValueError", f"no {name} with")
+        for option in ("--keep-first 1", "--compile", "--mode two_pass", "--update stable")
+        for name in option.split()[:1]
     ),
+    (f"generate --patch {__file__}", 2, "ValueError", "expected --context or --question with"),
+    ("verify --seed 18446744073709551616", 2, "UsageError", "a seed from -2⁶³ to 2⁶⁴ - 1, got 184"),
+    ("extract --context a --out caf\udce9.safetensors", 2, "UsageError", "in UTF-8, which safet"),
+    ("apply --patch . --out caf\udce9", 2, "UsageError", "'caf\\udce9': rename it"),
     ("extract --context a --layers 1 --out a", 2, "ValueError", "no --layers without --dataset"),
     ("extract --dataset . --layers x --out a", 2, "UsageError", "expected blocks as START:STOP"),
     ("extract --dataset /nowhere --out a", 2, "UsageError", "expected a data set, got '/nowhere'"),

@@ -28,6 +28,10 @@ def test_an_answer_and_its_patch(prompt: embedded.Prompt) -> None:
     with ContextPatcher(model, tokenizer=tokenizer) as patcher:
         answer = patcher.ask(prompt.context, prompt.question, max_new_tokens=6)
         replayed = patcher.forward(answer.patch.kept_ids, answer.patch)
+        padding = int(answer.patch.kept_ids[0, 0])  # a text's tokens are tokens, this one too
+        arguments = {"max_new_tokens": 6, "pad_token_id": padding}
+        again = patcher.ask(prompt.context, prompt.question, **arguments)
+    assert torch.equal(again.token_ids, answer.token_ids)
     assert torch.equal(answer.token_ids, new)
     assert answer.text == tokenizer.decode(new[0], skip_special_tokens=True)
     assert torch.equal(replayed[:, -new.shape[1] :].argmax(-1), new)

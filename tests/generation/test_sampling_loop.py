@@ -2,6 +2,7 @@
 interruption, caches.
 """
 
+import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,8 @@ from support.patchers import IDS, works
 from support.random_models import build, ragged, tokens
 from torch import Tensor, nn
 from transformers import (
+    DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StaticCache,
@@ -24,6 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics
+from icl_patch.evaluation import tiny_models
 from icl_patch.generation import region_compiler
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import cache_name
@@ -177,18 +181,47 @@ def test_criteria_see_tokens_and_the_scores_that_were_asked_for_and_end_rows(wan
 
 
 def test_more_tokens_than_the_model_has_positions_for() -> None:
-    model = build("llama", max_position_embeddings=12)
+    """The last new token is not run, and needs none: GPT-2 looks positions up in a matrix."""
+    model = tiny_models.build("gpt2", max_position_embeddings=12)
     ids, mask = tokens(0, 2, 14), ragged(2, 14, side="left")
     mask[0, :4] = False  # padding takes no position: rows of 10 and 12 tokens
+    free: dict[str, Any] = {"eos_token_id": None, "pad_token_id": None}
+    own = stock(model, ids[:1], mask[:1], max_new_tokens=3, do_sample=False, **free)
     with ContextPatcher(model, "stable") as patcher:
-        assert len(list(patcher.generate(ids[:, 4:], max_new_tokens=2, eos_token_id=None))) == 2
-        # what there is room for
-        assert len(list(patcher.generate(ids[:1], context_mask=mask[:1], eos_token_id=None))) == 2
+        for given in (3, None):  # None: what there is room for
+            arguments = {"max_new_tokens": given, **free}
+            steps = patcher.generate(ids[:1], context_mask=mask[:1], **arguments)
+            assert torch.equal(tokens_of(steps), own)
         message = r"at most 12 tokens, as many as the model has positions for, got 10 and 3 new"
         with pytest.raises(ValueError, match=message):
-            patcher.generate(ids[:, 4:], max_new_tokens=3)
-        with pytest.raises(ValueError, match=r"at most 12 tokens.* got 14 and 1 new"):
+            patcher.generate(ids[:1], context_mask=mask[:1], max_new_tokens=4)
+        assert len(list(patcher.generate(ids[:, 2:], **free))) == 1
+        with pytest.raises(ValueError, match=r"at most 12 tokens.* got 14$"):
             patcher.generate(ids)
+
+
+def test_without_a_mask_the_padding_id_is_padding() -> None:
+    """As in ``model.generate``, wherever the ids stand that pad and end."""
+    model, ids = build("llama"), tokens(8, 3, 9)
+    ids = torch.where(MASK, torch.where(ids == 7, 8, ids), 7)
+    arguments: dict = {"max_new_tokens": 4, "do_sample": False}
+    model.generation_config = GenerationConfig(pad_token_id=7)
+    config, twin = GenerationConfig(pad_token_id=torch.tensor(7)), copy.deepcopy(model)
+    whole: dict = {"pad_token_id": 7, "eos_token_id": [96, 7]}  # what ends a row is no padding
+    with ContextPatcher(model, "exact") as patcher:
+        for given in ({}, {"generation_config": config}, whole, {"pad_token_id": None}):
+            own = twin.generate(ids, **arguments, **given)[:, ids.shape[1] :]
+            assert torch.equal(tokens_of(patcher.generate(ids, **arguments, **given)), own)
+        hole, ended = ids.clone(), ids.clone()
+        hole[:, -3] = ended[:, -1] = 7
+        for bad in (hole, ended, torch.full_like(ids, 7)):
+            message = r"Without context_mask the id 7 is padding.*give the mask, or pass pad_token"
+            with pytest.raises(ValueError, match=message):
+                patcher.generate(bad, **arguments)
+            mask = torch.ones_like(bad)
+            own = twin.generate(bad, attention_mask=mask, **arguments)
+            steps = patcher.generate(bad, context_mask=mask.bool(), **arguments)
+            assert torch.equal(tokens_of(steps), own[:, ids.shape[1] :])
 
 
 def test_an_ended_row_is_nobodys_error() -> None:
@@ -212,7 +245,8 @@ def test_an_ended_row_is_nobodys_error() -> None:
         zeros[1, -1] = 0
         message = r"model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0"
         with pytest.raises(ControllabilityError, match=message):
-            list(patcher.generate(zeros, **arguments))
+            every = torch.ones_like(zeros)  # the padding id is a token
+            list(patcher.generate(zeros, context_mask=every, **arguments))
 
 
 def test_a_patch_is_assembled_when_asked_for() -> None:
@@ -254,9 +288,10 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
             message = r"expected no position_ids, or those that count the tokens from 0, got"
             with pytest.raises(ValueError, match=message):
                 patcher.generate(ids, position_ids=others, **arguments)
-        cache = StaticCache(config=patcher.model.config, max_cache_len=20)
-        with pytest.raises(ValueError, match="got StaticCache: leave it out"):
-            patcher.generate(ids, **{cache_name(patcher.model): cache}, **arguments)
+        config = patcher.model.config
+        for cache in (StaticCache(config=config, max_cache_len=20), DynamicCache(config=config)):
+            with pytest.raises(ValueError, match=f"got {type(cache).__name__}: leave it out"):
+                patcher.generate(ids, **{cache_name(patcher.model): cache}, **arguments)
         with pytest.raises(TypeError, match="expected context_mask or attention_mask"):
             patcher.generate(ids, context_mask=mask, attention_mask=mask.long())
         works(patcher)

@@ -12,7 +12,13 @@ from support.numeric import noise_limit
 from support.patchers import IDS
 from support.random_models import build
 from torch import Tensor
-from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    WatermarkingConfig,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
 from icl_patch import ContextPatcher, embedded, metrics
@@ -175,6 +181,14 @@ def test_stop_strings_end_rows_as_in_transformers(both: Any) -> None:
         answer = patcher.ask(prompt.context, prompt.question)
         assert answer.token_ids[0].tolist() == expected.tolist()
         assert generated(patcher, stop_strings=None) == free.tolist()
+        own = StopStringCriteria(tokenizer, [tokenizer.decode(free)[4]])
+        criteria = StoppingCriteriaList([own])
+        twin = embedded.load()[0]
+        expected = twin.generate(
+            **inputs, **greedy, **stop, stopping_criteria=criteria, tokenizer=tokenizer
+        )[0, count:]
+        with pytest.warns(UserWarning, match="the criterion takes precedence"):
+            assert generated(patcher, stopping_criteria=criteria) == expected.tolist()
     patcher, _ = both
     patcher.model.generation_config = GenerationConfig(**ENDS, stop_strings="zz")
     with pytest.raises(ValueError, match=r"pass tokenizer=\.\.\., or stop_strings=None"):

@@ -269,7 +269,7 @@ def test_factors_carry_gradients() -> None:
 @pytest.mark.parametrize(
     ("u", "v", "message"),
     [
-        ((N,), (K,), r"expected u and v \(\.\.\., ·\).*\(7,\), \(12,\)"),
+        ((N,), (K,), r"expected u \(M, N\) and v \(M, K\) for M rows.*\(7,\), \(12,\)"),
         ((5, N), (4, K), r"same leading dimensions, got \(5, 7\), \(4, 12\)"),
         ((5, N + 1), (5, K), r"expected u .*N = 7.*\(5, 8\)"),
         ((5, N), (5, K - 1), r"expected v .*K = 12.*\(5, 11\)"),
@@ -284,7 +284,7 @@ def test_factors_that_do_not_fit(
     with pytest.raises(ValueError, match=message):
         layer.set_patch(torch.zeros(u), torch.zeros(v))
         layer(torch.zeros(5, K))
-    with pytest.raises(ValueError, match=r"expected u and v \(1, R, ·\)"):
+    with pytest.raises(ValueError, match=r"expected u \(1, R, N\) and v \(1, R, K\)"):
         layer.set_patch(torch.zeros(3, N), torch.zeros(3, K), shared=True)
 
 

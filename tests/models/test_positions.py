@@ -239,8 +239,8 @@ def test_dynamic_ntk_is_refused_where_its_frequencies_depend_on_other_calls() ->
         )
         with pytest.raises(ValueError, match=f"{message} 16"):
             patcher.compute(context, tokens(2, 2, 6), keep_first=3)
-        with pytest.raises(ValueError, match=f"{message} 13 and 3 new ones"):
-            patcher.generate(tokens(1, 2, 13), max_new_tokens=3)
+        with pytest.raises(ValueError, match=f"{message} 13 and 3 new ones before the last"):
+            patcher.generate(tokens(1, 2, 13), max_new_tokens=4)
     with torch.no_grad(), batch_invariant(model):
         with pytest.raises(ValueError, match=f"{message} 16"):
             model(tokens(6, 2, 16))
@@ -286,10 +286,19 @@ def test_what_positions_from_the_padding_id_on_leave_no_room_for() -> None:
         )
         padded = torch.tensor([[4, 5, 6], [PADDING, 5, 6]])
         mask = padded != PADDING
-        for call in (lambda: patcher.compute(padded, padded + 2), lambda: patcher.generate(padded)):
+        every = torch.ones_like(mask)
+        for call in (
+            lambda: patcher.compute(padded, padded + 2),
+            lambda: patcher.generate(padded, context_mask=every),
+        ):
             with pytest.raises(ValueError, match=message):
                 call()
         patcher.compute(padded, padded + 2, context_mask=mask)
+        with_mask, without = (
+            torch.stack([step.token_ids for step in patcher.generate(padded, **given, **GENERATE)])
+            for given in ({"context_mask": mask}, {"pad_token_id": PADDING})
+        )
+        assert torch.equal(with_mask, without)
 
 
 class Odd(GPT2LMHeadModel):

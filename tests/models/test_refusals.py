@@ -14,6 +14,7 @@ from support.numeric import noise_limit, normal, seeded
 from support.patchers import IDS, KEPT, Snapshot, families, plain_logits, refuses, updates, works
 from support.random_models import build, ragged, shallow, tokens
 from torch import Tensor, nn
+from transformers import BatchEncoding
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from icl_patch import (
@@ -313,6 +314,14 @@ def test_bad_arguments_of_generate_and_bad_ids(llama_patcher: ContextPatcher) ->
         llama_patcher.compute(torch.full_like(IDS, 97), KEPT)
     with pytest.raises(TypeError, match="expected context_ids as a tensor, got list"):
         llama_patcher.compute([[1, 2]], KEPT)
+    with pytest.raises(TypeError, match=r"got BatchEncoding: pass \*\*encoding"):
+        llama_patcher.generate(BatchEncoding({"input_ids": IDS}))
+    for call in (
+        lambda: llama_patcher.compute(IDS, KEPT, keep_first=1.5),
+        lambda: llama_patcher.generate(IDS, keep_first=1.5),
+    ):
+        with pytest.raises(TypeError, match=r"expected keep_first as an integer, got 1\.5"):
+            call()
 
 
 def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:

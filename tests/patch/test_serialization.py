@@ -117,6 +117,19 @@ def test_folders_and_devices_are_no_patch_files(tmp_path: Path) -> None:
         ContextPatch.load(tmp_path / "none")
 
 
+def test_a_path_that_safetensors_cannot_open_is_the_cause(
+    saved: Path, patch: ContextPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "caf\udce9.safetensors"
+    message = r"expected a path in UTF-8, .*caf\\udce9\.safetensors': rename it"
+    with pytest.raises(ValueError, match=message):
+        patch.save(path)
+    assert not path.exists()
+    saved.rename(path)
+    with pytest.raises(ValueError, match=message):
+        ContextPatch.load(path)
+
+
 # -- files that were made up, with the right digest
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]

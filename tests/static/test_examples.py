@@ -120,6 +120,19 @@ def test_answers_are_the_first_choices_whatever_the_model_generates_by_default()
         assert getattr(model.generation_config, name) == value
 
 
+def test_an_answers_last_token_needs_no_position() -> None:
+    model = tiny_models.build("gpt2", max_position_embeddings=12)
+    prompt = tuple(range(5, 14))
+    [found] = answered(model, [static.Example(prompt, prompt)], 4)
+    own = model.generate(
+        torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None
+    )
+    assert found.answer == tuple(own[0, 9:].tolist())
+    assert len(targets_of(Student(model), [found])[0].ids) == 12
+    with pytest.raises(ValueError, match="expected at most 12 tokens"):
+        answered(model, [static.Example(prompt, prompt)], 5)
+
+
 def test_batches_hold_as_many_tokens_as_they_may() -> None:
     lengths = [3, 4, 4, 5, 9, 13]
     assert batches(lengths, lambda n: n, tokens=12) == [[3, 4, 4], [5], [9], [13]]

@@ -402,6 +402,7 @@ def test_a_matrix_that_no_patch_can_be_merged_into_is_refused_before_the_fit() -
         ({"parts": ("reader",)}, "expected parts among mlp, attention"),
         ({"first_block": 3}, "expected a first block from 0 to 2, got 3"),
         ({"steps": 0}, "expected positive settings"),
+        ({"seed": 2**32}, "expected a seed below 2³² in size, got 4294967296"),
         ({"learning_rate": math.nan}, "expected positive settings"),
     ],
 )

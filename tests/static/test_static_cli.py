@@ -64,9 +64,13 @@ def test_generate_with_a_static_patch(patch_file: Path, tmp_path: Path, run: Run
     arguments.insert(1, str(tmp_path))
     assert run(*arguments, "--patch", patch_file)[1].strip() == "vier sieben"
     arguments.pop(1)
-    status, _, err = run(*arguments, "--patch", patch_file, "--compile")
-    assert status == 2
-    assert "neither --compile nor" in err
+    # as many tokens as there are positions for are run, and the last one is not
+    room = model.config.max_position_embeddings - len(tokenizer("4 7 7.").input_ids) + 1
+    arguments[-1] = str(room)
+    assert run(*arguments, "--patch", patch_file)[0] == 0
+    arguments[-1] = str(room + 1)
+    status, _, err = run(*arguments, "--patch", patch_file)
+    assert status == 2 and "expected at most 512 tokens, as many as the model has" in err
 
 
 def test_the_patch_of_a_token_is_refused(tmp_path: Path, run: Run) -> None:
