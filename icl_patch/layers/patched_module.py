@@ -99,6 +99,7 @@ class PatchedModule(nn.Module):
         )
         self._non_persistent_buffers_set = base_layer._non_persistent_buffers_set
         object.__setattr__(self, "base_layer", base_layer)
+        self._parameter_names = frozenset(base_layer._parameters)
         self._aligned = has_accelerate_hooks(base_layer)
         self.training, self._version = base_layer.training, base_layer._version
         # called with this module and its inputs in place of the base: a recorder, or _replay
@@ -217,6 +218,8 @@ class PatchedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base module's arguments -> its output."""
+        if not self._parameter_names <= self._parameters.keys():
+            self._check_parameters()
         if self.override is None and self.observer is None:
             return self.base_layer(*args, **kwargs)
         attachment, compiling = self.attachment, torch.compiler.is_compiling()
@@ -225,6 +228,18 @@ class PatchedModule(nn.Module):
             if self._aligned:
                 return run_aligned(self.base_layer, self._run, args, kwargs)
             return self._run(*args, **kwargs)
+
+    def _check_parameters(self) -> None:
+        """Raises ValueError if the base lacks a parameter, because code that puts something in its
+        place, as pruning and parametrizations do, has put it into this module.
+        """
+        for name in self._parameter_names - self._parameters.keys():
+            if not hasattr(self.base_layer, name):
+                kind = type(self.base_layer).__name__
+                raise ValueError(
+                    f"expected a {kind} with its {name}, got one without: prune or parametrize the"
+                    " base_layer of a patched module, or the module before it is patched"
+                )
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`forward` with a patch, recorder or observer; the inputs may have any names."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.numeric import UNIT, within_roundings
 from support.quantised import Int8Linear
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
@@ -326,3 +327,29 @@ def test_a_change_of_the_bias(name: str, shape: tuple[int, ...]) -> None:
     layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K), shared=True)
     layer.set_bias_change(torch.zeros(N))
     assert layer.u is None
+
+
+@pytest.mark.parametrize("tool", ["prune", "parametrize"])
+def test_tools_that_put_something_in_a_weights_place(tool: str) -> None:
+    """They work on the base module. On the patched one they take the weight from the base: the next
+    call says so, patched or not.
+    """
+
+    def halve(module: nn.Module) -> None:
+        if tool == "prune":
+            prune.random_unstructured(module, "weight", 0.5)
+        else:
+            parametrize.register_parametrization(module, "weight", nn.LeakyReLU(0.5))
+
+    z, base = torch.randn(3, K), nn.Linear(K, N)
+    layer = PatchedLinear(base)
+    before = layer(z)
+    halve(base)
+    assert torch.equal(layer(z), base(z)) and not torch.equal(layer(z), before)
+    for patched in (False, True):
+        layer = PatchedLinear(nn.Linear(K, N))
+        if patched:
+            layer.set_patch(torch.randn(3, N), torch.randn(3, K))
+        halve(layer)
+        with pytest.raises(ValueError, match="expected a Linear with its weight, got one without"):
+            layer(z)
