@@ -26,7 +26,6 @@ from icl_patch.generation.one_pass_plan import OnePassPlan
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE, reason_against
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
-from icl_patch.models.execution_state import execution_state
 from icl_patch.models.forward_override import overridable
 from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.recording.attached_model import AttachedModel
@@ -56,8 +55,9 @@ class StepPlans:
     refused: dict[Any, str] = field(default_factory=dict)
     sources: deque[str | None] = field(default_factory=lambda: deque(maxlen=1))
     warned: set[str] = field(default_factory=set)
-    # by mode and what the model ran; the reason in place of a plan that it does not allow
-    _tried: dict[tuple[Any, ...], OnePassPlan | str] = field(default_factory=dict)
+    # by mode and arithmetic; the reason in place of a plan that the model does not allow
+    _tried: dict[tuple[DecodeMode, str], OnePassPlan | str] = field(default_factory=dict)
+    _code: int = 0  # the count of the model's watch then
     _weights: str | None = None  # the fingerprint then, if the plans depend on it
 
     def clear(self) -> None:
@@ -143,7 +143,10 @@ class StepPlans:
         if self._orders_differ and self._weights != attached.weights.fingerprint:
             self._tried.clear()
             self._weights = attached.weights.fingerprint
-        key = (mode, arithmetic, *execution_state(attached.model))
+        if self._code != attached.watch.code:
+            self.clear()
+            self._code = attached.watch.code
+        key = mode, arithmetic
         if attached.ranks.any(key not in self._tried):
             try:
                 self._tried[key] = self._try(mode, arithmetic)

@@ -23,8 +23,8 @@ class RecordedStep:
     CUDA the third captures the program as a CUDA graph, which later ones replay. A step that cannot
     be recorded, or whose program gives other bits, runs the model's own code, and a program that
     cannot be captured runs as it is, both with a :class:`~icl_patch.errors.SlowerStepsWarning`. A
-    step under autocast, or with other weights, modules, forwards or settings of a module than those
-    that were recorded, runs the model's own code.
+    step under autocast, or with other weights than those that were recorded, runs the model's own
+    code.
 
     A compiled program must have the step's bits too in the batch-invariant arithmetic, because the
     replay of its patch has them. In the model's own arithmetic its logits must be those of the step
@@ -51,6 +51,7 @@ class RecordedStep:
         self.own_code = step
         self._tree: Any = None
         self._run: RunStep = self._record
+        self._run_proven: RunStep  # what runs behind a comparison
         self._run_values: Callable[[], Sequence[Tensor]]  # the program as it runs
         self._device = step.inputs.current.device
         self._watch = step.plan.attached.watch
@@ -104,6 +105,7 @@ class RecordedStep:
         self._on_source(self.program.source)
         self._recorded_with = self._watch.weights, self._watch.code
         self._run = self._compare
+        self._run_proven = self._run_program if self._device.type == "cpu" else self._capture
         return self._output(leaves.__getitem__)
 
     def _compare(self) -> StepOutput:
@@ -118,7 +120,7 @@ class RecordedStep:
             expected = self._leaves()
             reason = self._difference(values, expected)
         if reason is None:
-            self._run = self._run_program if self._device.type == "cpu" else self._capture
+            self._run = self._run_proven
         elif self._was_right:  # the model's code reads something else now
             self.program, self._run = None, self._record
         else:
@@ -149,6 +151,7 @@ class RecordedStep:
     def _capture(self) -> StepOutput:
         """Run the program as a CUDA graph, or as it is if it cannot be captured."""
         program, self._run = self._run_values, self._run_program
+        self._run_proven = self._run_program
         self._run_values = CapturedStep(program, self._device)
         try:
             return self._run()
