@@ -468,7 +468,8 @@ class ContextPatcher:
 
         Raises:
             UnsupportedModelError: this model or its forward hooks do not allow ``mode`` or
-                ``compile``, or the model got a hook after the first step.
+                ``compile``; or hooks, modules or settings have changed after the first step, in one
+                pass.
             ValueError, ControllabilityError, NonFiniteError: as :meth:`compute`. ValueError also if
                 there are more tokens than the model has positions, if a cache is given, if there is
                 no mask and a row has the padding id behind a token, if ``keep_first`` comes with a

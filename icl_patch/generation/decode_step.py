@@ -61,7 +61,8 @@ class StepOutput:
     """The output of a step.
 
     Attributes:
-        logits: (B, V) of the reduced stream.
+        logits: (B, V) of the reduced stream; of an exact step those of the context's, which are
+            the same.
         maybe_infeasible: () bool, whether some block may not be able to take up the context, or a
             logit is not finite.
         details: gives the rest, which few steps need.
@@ -144,8 +145,8 @@ class DecodeStep:
         return {found.block for found in self.plan.fused if isinstance(found, NormBefore)}
 
     def _head(self) -> list[tuple[nn.Module, Forward]]:
-        """The head is the widest matrix of all: it runs only on the rows without the context,
-        (2B, 1, d) -> (B, 1, V).
+        """The head is the widest matrix of all: it runs only on the last B rows, (2B, 1, d), or
+        (B, 1, d) of an exact step with a shared cache -> (B, 1, V).
         """
         head: Any = self.plan.attached.model.get_output_embeddings()
         if not overridable(head):

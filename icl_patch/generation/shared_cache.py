@@ -4,8 +4,8 @@ The patch makes a block's output the same in both streams, so both enter the nex
 same hidden state, queries, keys and values. They differ only after the attention has read the
 cache. There the model's attention runs unchanged for the context rows; the reduced rows, which
 attend to the current token alone, get this token's value. From the attention's output projection
-to the block's end there are 2B rows, (2, B, 1, ·). Then only the context rows enter the next block;
-the last block returns both.
+to the block's end there are 2B rows, (2, B, 1, ·). Then only the context rows enter the next block.
+The last block returns both, unless the update is exact.
 
 :class:`SharedCacheStreams` traces the modules that it has to change. Whether that is enough is
 checked by a replay, see :class:`icl_patch.generation.plans.StepPlans`.

@@ -5,7 +5,7 @@ row differently in a batch of 2B rows than in one of B. In the batch-invariant a
 (:mod:`icl_patch.invariance.arithmetic`) it rounds alike. The context stream runs through the block
 with all its roundings. The reduced stream stops at the writer; the factor is chosen so that the
 rounded sum of the reduced stream equals the context stream's. So both streams leave a block with
-the same bits, and only one of them continues.
+the same bits. With a shared cache only one of them continues.
 """
 
 from collections import defaultdict
