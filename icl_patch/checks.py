@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from icl_patch.activations import activation_named
-
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_floating(name: str, tensor: Tensor) -> None:
-    """The tensor is of a floating dtype that the ops know."""
-    if tensor.dtype not in FLOATS:
-        raise TypeError(f"expected {name} in fp64, fp32, bf16 or fp16, got {tensor.dtype}")
+from icl_patch.dtypes import check_floating
 
 
 def check_eps(eps: float) -> None:

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from icl_patch.dtypes import FLOATS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import LINEAR
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.models.model_checks import check_eval
 from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.tolerances import rounding_limit
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class UncentredLayerNorm(nn.Module):
@@ -263,7 +262,7 @@ def _is_norm(module: nn.Module) -> bool:
     return (
         weight is not None
         and weight.dim() == 1
-        and weight.dtype in _FLOATS
+        and weight.dtype in FLOATS
         and not module._modules
         and _eps(module) is not None
     )
@@ -279,7 +278,7 @@ def _reason(model: nn.Module, readers: list[str] | None, form: NormForm | None) 
         return "it is neither a LayerNorm nor an RMSNorm"
     for path in readers:
         weight = model.get_submodule(path)._parameters.get("weight")
-        if weight is None or not weight.is_floating_point() or weight.dtype not in _FLOATS:
+        if weight is None or not weight.is_floating_point() or weight.dtype not in FLOATS:
             return f"{path} has no weight in fp64, fp32, bf16 or fp16"
     return None
 

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
-from icl_patch.checks import FLOATS
+from icl_patch.dtypes import FLOATS
 from icl_patch.layers.patched_module import (
     PatchedModule,
     like_rows_of,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from icl_patch.checks import FLOATS
+from icl_patch.dtypes import FLOATS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.experts import (

@@ -20,13 +20,12 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from icl_patch.checks import Arguments, is_transformed
+from icl_patch.dtypes import NARROW
 from icl_patch.ops import native
 
 backend = os.environ.get("ICL_PATCH_OPS") or "auto"
 if backend not in ("auto", "torch", "triton"):
     raise ValueError(f"expected ICL_PATCH_OPS=auto, torch or triton, got {backend!r}")
-
-_NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 @cache
@@ -58,7 +57,7 @@ def _is_narrow(args: tuple[Any, ...]) -> bool:
     """Whether fp32 is wide enough to accumulate in, for all floating tensors and output dtypes."""
     for x in args:  # not any(): this runs before every launch of a decode step
         dtype = x.dtype if isinstance(x, Tensor) else x
-        if isinstance(dtype, torch.dtype) and dtype not in _NARROW and dtype.is_floating_point:
+        if isinstance(dtype, torch.dtype) and dtype not in NARROW and dtype.is_floating_point:
             return False
     return True
 

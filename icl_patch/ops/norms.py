@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from icl_patch.checks import check_eps, check_floating, check_norm_pair, check_rms_norm
+from icl_patch.checks import check_eps, check_norm_pair, check_rms_norm
+from icl_patch.dtypes import check_floating
 from icl_patch.ops import reference
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import Op
