@@ -22,6 +22,7 @@ WRITTEN = {
     "value": 2 * ONES(2, 8),
     "slot": torch.tensor([4]),
 }
+KEYS = ONES(1, 2, 1, 3)
 NORM = {"x": ONES(3, 5), "scale": ONES(5), "eps": 1e-5}
 PAIR = {"hidden": ONES(4, 5), "weight": ONES(5), "eps": 1e-5}
 ROTARY = dict.fromkeys(("query", "key"), ONES(2, 3, 1, 6)) | dict.fromkeys(
@@ -150,6 +151,8 @@ ERRORS = {
             ({"keys": ONES(2, 2, 5, 3).half()}, TypeError, "expected keys in query's dtype, got"),
             ({"slot": torch.tensor([5])}, ValueError, "expected slot from 0 to 4, got 5 to 5"),
             ({"slot": torch.ones(1)}, TypeError, "expected slot in integers, got torch.float32"),
+            ({"keys": KEYS.expand(2, -1, 5, -1)}, ValueError, "expanded tensor, strides (0, 3, 0"),
+            ({"values": ONES(1).expand(2, 2, 5, 4)}, ValueError, "expected values of which each"),
             ({"mask": torch.ones(1, 5).bool()}, ValueError, "expected mask (B, S), "),
         ],
     ),
