@@ -140,7 +140,7 @@ def write_and_attend(
         scale = max(query.shape[-1], 1) ** -0.5
     args = query, keys, values, key, value, slot, scale, mask
     y: Tensor = _write_and_attend(*args)
-    # the reference, whose operators count their writes, has run if autograd may ask for a derivative
+    # where autograd may ask for a derivative torch's operators have written, which count it
     if not (torch.compiler.is_compiling() or is_transformed() or wants_gradients(args)):
         for cache in (keys, values):
             if not cache.is_inference():
