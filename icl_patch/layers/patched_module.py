@@ -11,6 +11,7 @@ input and applies them) or replays (the factors that were set are applied).
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +41,15 @@ def _has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def _without_global_hooks(method: Any) -> Any:
+    """A method of torch's modules that finds no hooks of all modules."""
+    names = vars(torch.nn.modules.module)
+    none: dict[str, Any] = {
+        name: {} for name in names if name.startswith("_global_") and name.endswith("_hooks")
+    }
+    return FunctionType(method.__code__, names | none, method.__name__, method.__defaults__)
 
 
 def matches_rows(change: Tensor, x: Tensor) -> bool:
@@ -195,10 +205,14 @@ class PatchedModule(nn.Module):
         return untouched(self.base_layer) and not autocast
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        # Global hooks run once, for the base module.
         if _has_hooks(self):
-            return super()._call_impl(*args, **kwargs)
+            return self._call_with_own_hooks(*args, **kwargs)
         return self.forward(*args, **kwargs)
+
+    # global hooks run once, for the base module
+    _call_with_own_hooks = _without_global_hooks(nn.Module._call_impl)
+    _get_backward_hooks = _without_global_hooks(nn.Module._get_backward_hooks)
+    _get_backward_pre_hooks = _without_global_hooks(nn.Module._get_backward_pre_hooks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base module's arguments -> its output."""
