@@ -117,7 +117,7 @@ class _Merge:
         spec = self.block.spec
         module = self.module.get_submodule(str(spec.post_norm))
         offset, cast_first = spec.scale_offset, spec.cast_first
-        return PatchedRMSNorm(module, scale_offset=offset, cast_first=cast_first)
+        return PatchedRMSNorm(module, scale_offset=offset, cast_first=cast_first, tried=True)
 
     def record(self, place: str, x: Tensor) -> None:
         """Keep the target at a place: the last token of x (T, K)."""
