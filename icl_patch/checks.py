@@ -169,6 +169,7 @@ def _check_range(name: str, indices: Tensor, least: int, count: int) -> None:
     """
     if not indices.is_cpu or not indices.numel() or is_traced() or is_transformed():
         return
+    indices = indices.long()  # torch has no least one of some unsigned ones
     lowest, highest = int(indices.min()), int(indices.max())
     if lowest < least or highest >= count:
         raise ValueError(f"expected {name} from {least} to {count - 1}, got {lowest} to {highest}")

@@ -78,7 +78,7 @@ def other_rows(name: str, change: Tensor, x: Tensor, shared: str) -> str:
 
 def rows_of(x: Tensor) -> Tensor:
     """x (..., n) as rows (M, n); x itself if it is."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.unsqueeze(0).flatten(0, -2)
 
 
 def like_rows_of(x: Tensor, rows: Tensor) -> Tensor:

@@ -96,6 +96,17 @@ def test_a_patch_per_row(name: str, rows: tuple[int, ...]) -> None:
             assert is_patched_sum(layer(part), part, *matrix(base), u[0], v[0])
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_map_of_no_inputs_is_its_bias() -> None:
+    base = nn.Linear(0, N)
+    layer = PatchedLinear(base)
+    for shape in ((2, 3, 0), (3, 0), (0,), (0, 2, 0)):
+        layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, 0), shared=True)
+        assert torch.equal(layer(torch.empty(shape)), base.bias.expand(*shape[:-1], N))
+        layer.set_bias_change(torch.ones(N))
+        assert torch.equal(layer(torch.empty(shape)), base.bias.expand(*shape[:-1], N) + 1)
+
+
 def test_the_base_follows_in_mode_and_dtype_and_the_factors_to_another_device() -> None:
     layer = PatchedLinear(nn.Linear(K, N))
     for mode in (False, True):

@@ -58,6 +58,10 @@ ERRORS = {
             (rows(0, 0), ValueError, "expected index (M), "),
             (rows(0, 0, 0) | {"index": ONES(3)}, TypeError, "index in integers, got torch.float32"),
             (rows(0, 2, -1), ValueError, "expected index from -1 to 1, got -1 to 2"),
+            *[
+                (POOL | {"index": torch.tensor([0, 2, 1]).to(x)}, ValueError, "-1 to 1, got 0 to 2")
+                for x in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+            ],
             (rows(0, 1, -2), ValueError, "expected index from -1 to 1, got -2 to 1"),
             (
                 POOL | {"index": torch.zeros(3, dtype=torch.int64, device="meta")},
@@ -70,7 +74,11 @@ ERRORS = {
     ),
     ops.record_linear: (
         {"z_pair": ONES(4, 5), "weight": ONES(4, 5)},
-        [({"z_pair": ONES(3, 5)}, ValueError, "expected the rows of two streams, got 3")],
+        [
+            ({"z_pair": ONES(3, 5)}, ValueError, "expected the rows of two streams, got 3"),
+            ({"z_pair": ONES(())}, ValueError, "expected z_pair (2M, K), got ()"),
+            ({"z_pair": ONES(4)}, ValueError, "expected z_pair (2M, K), got (4,)"),
+        ],
     ),
     ops.add_low_rank: (
         LOW_RANK,
