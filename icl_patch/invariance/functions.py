@@ -143,12 +143,17 @@ def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return torch.where(scaled > threshold, x, smooth)
 
 
+def _mish(x: Tensor) -> Tensor:
+    return x * torch.tanh(_softplus(x))
+
+
 _ACTIVATIONS: Replacements = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), _in_fp32(_sigmoid)),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _in_fp32(torch.rsqrt)),
     F.silu: _by_kernel("silu", _silu),
     F.gelu: _by_kernel("gelu_tanh", _gelu),
     F.softplus: _in_fp32(_softplus),
+    F.mish: _in_fp32(_mish),
 }
 
 
