@@ -100,12 +100,17 @@ def reserve(cache: Cache, capacity: int) -> None:
     of torch's attention.
     """
     for index, layer in enumerate(cache.layers):
-        held = layer.keys if type(layer) is DynamicLayer else None
-        if held is not None and held.dim() == 4 and all(map(_is_aligned, (held, layer.values))):
+        if (
+            type(layer) is DynamicLayer
+            and layer.keys is not None
+            and layer.keys.dim() == 4
+            and _is_aligned(layer.keys)
+            and _is_aligned(layer.values)
+        ):
             cache.layers[index] = ReservedLayer(layer, capacity)
 
 
-def _is_aligned(states: Tensor) -> bool:
+def _is_aligned(states: Any) -> bool:
     """Whether each token has whole vectors of 16 bytes, so that room moves no head off them."""
     return states.shape[-1] * states.itemsize % 16 == 0
 
