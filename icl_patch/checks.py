@@ -162,6 +162,7 @@ def _check_range(name: str, indices: Tensor, least: int, count: int) -> None:
     """
     if not indices.is_cpu or not indices.numel() or is_traced() or is_transformed():
         return
+    indices = indices.long()  # torch has no least one of some unsigned ones
     lowest, highest = int(indices.min()), int(indices.max())
     if lowest < least or highest >= count:
         raise ValueError(f"expected {name} from {least} to {count - 1}, got {lowest} to {highest}")
@@ -215,11 +216,19 @@ def _check_slot(sizes: dict[str, int], slot: Tensor, **_: Any) -> None:
     _check_range("slot", slot, 0, sizes["S"])
 
 
-def _check_written(sizes: dict[str, int], slot: Tensor, **_: Any) -> None:
+def _check_written(
+    sizes: dict[str, int], slot: Tensor, keys: Tensor, values: Tensor, **_: Any
+) -> None:
     """One column of the keys, and a head of queries for each of theirs: it writes them. Values of
     both streams or of one.
     """
     _check_slot(sizes, slot)
+    for name, x in (("keys", keys), ("values", values)):
+        if any(not step and size > 1 for size, step in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(
+                f"expected {name} of which each element has its own memory, got an expanded tensor,"
+                f" strides {x.stride()}: clone it first"
+            )
     if sizes["R"] not in (rows := (sizes["B"], 2 * sizes["B"])):
         raise ValueError(f"expected value of {rows[0]} or {rows[1]} rows, got {sizes['R']}")
     if sizes["H"] < sizes["G"]:

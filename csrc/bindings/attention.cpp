@@ -166,12 +166,21 @@ void write_column(const Tensor& cache, const Tensor& x, int64_t group, int64_t e
     }
 }
 
+// An expanded tensor has several elements in one place: all of them would be written.
+void check_not_expanded(const char* name, const Tensor& x) {
+  for (int64_t i = 0; i < x.dim(); ++i)
+    STD_TORCH_CHECK(x.size(i) < 2 || x.stride(i), "expected ", name,
+                    " of which each element has its own memory, got an expanded tensor");
+}
+
 Tensor write_and_attend(const Tensor& query, const Tensor& keys, const Tensor& values,
                         const Tensor& key, const Tensor& value, const Tensor& slot, double scale,
                         std::optional<Tensor> mask) {
   check("query", query, query, {-1, -1, 1, -1});
   Attention call = described(query, keys, values, scale, mask);
   const int64_t rows = query.size(0);
+  check_not_expanded("keys", keys);
+  check_not_expanded("values", values);
   check("key", key, query, {rows, call.groups, 1, call.d});
   check("value", value, query, {-1, call.groups * call.e});
   STD_TORCH_CHECK(value.size(0) == rows || value.size(0) == 2 * rows, "expected value of ", rows,

@@ -20,6 +20,7 @@ from transformers.integrations import sdpa_attention
 
 from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.patched_module import rows_of
 
 Replacements = dict[Any, Callable[..., Tensor]]
 
@@ -28,10 +29,9 @@ Replacements = dict[Any, Callable[..., Tensor]]
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x Wᵀ + bias``: input x (..., K), weight (N, K), bias (N,) -> (..., N)."""
-    rows = input.reshape(-1, input.shape[-1])
     if 1 not in weight.stride():  # the kernel reads along rows or along columns
         weight = weight.contiguous()
-    out = ops.patched_linear(rows, weight, bias=bias, path="gemv")
+    out = ops.patched_linear(rows_of(input), weight, bias=bias, path="gemv")
     return out.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -143,12 +143,17 @@ def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return torch.where(scaled > threshold, x, smooth)
 
 
+def _mish(x: Tensor) -> Tensor:
+    return x * torch.tanh(_softplus(x))
+
+
 _ACTIVATIONS: Replacements = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), _in_fp32(_sigmoid)),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _in_fp32(torch.rsqrt)),
     F.silu: _by_kernel("silu", _silu),
     F.gelu: _by_kernel("gelu_tanh", _gelu),
     F.softplus: _in_fp32(_softplus),
+    F.mish: _in_fp32(_mish),
 }
 
 

@@ -11,6 +11,7 @@ input and applies them) or replays (the factors that were set are applied).
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +43,15 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
+def _without_global_hooks(method: Any) -> Any:
+    """A method of torch's modules that finds no hooks of all modules."""
+    names = vars(torch.nn.modules.module)
+    none: dict[str, Any] = {
+        name: {} for name in names if name.startswith("_global_") and name.endswith("_hooks")
+    }
+    return FunctionType(method.__code__, names | none, method.__name__, method.__defaults__)
+
+
 def matches_rows(change: Tensor, x: Tensor) -> bool:
     """Whether a change is (n,), or one for each row of x (..., n): (..., n), or flat (M, n)."""
     return change.shape in (x.shape, x.shape[-1:], (x.shape[:-1].numel(), x.shape[-1]))
@@ -68,7 +78,7 @@ def other_rows(name: str, change: Tensor, x: Tensor, shared: str) -> str:
 
 def rows_of(x: Tensor) -> Tensor:
     """x (..., n) as rows (M, n); x itself if it is."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.unsqueeze(0).flatten(0, -2)
 
 
 def like_rows_of(x: Tensor, rows: Tensor) -> Tensor:
@@ -211,10 +221,14 @@ class PatchedModule(nn.Module):
         return untouched(self.base_layer) and not autocast
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        # Global hooks run once, for the base module.
         if _has_hooks(self):
-            return super()._call_impl(*args, **kwargs)
+            return self._call_with_own_hooks(*args, **kwargs)
         return self.forward(*args, **kwargs)
+
+    # global hooks run once, for the base module
+    _call_with_own_hooks = _without_global_hooks(nn.Module._call_impl)
+    _get_backward_hooks = _without_global_hooks(nn.Module._get_backward_hooks)
+    _get_backward_pre_hooks = _without_global_hooks(nn.Module._get_backward_pre_hooks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base module's arguments -> its output."""

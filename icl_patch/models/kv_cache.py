@@ -96,11 +96,23 @@ def _is_prefix(held: Tensor, buffer: Tensor) -> bool:
 
 def reserve(cache: Cache, capacity: int) -> None:
     """Give the layers of a dynamic cache room for ``capacity`` tokens, in place; windows, states
-    and static caches are left as they are.
+    and static caches are left as they are, and heads whose place in memory would show in the bits
+    of torch's attention.
     """
     for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.dim() == 4:
+        if (
+            type(layer) is DynamicLayer
+            and layer.keys is not None
+            and layer.keys.dim() == 4
+            and _is_aligned(layer.keys)
+            and _is_aligned(layer.values)
+        ):
             cache.layers[index] = ReservedLayer(layer, capacity)
+
+
+def _is_aligned(states: Any) -> bool:
+    """Whether each token has whole vectors of 16 bytes, so that room moves no head off them."""
+    return states.shape[-1] * states.itemsize % 16 == 0
 
 
 class FixedLayer(StaticLayer):

@@ -1,5 +1,6 @@
 """Attention of one token per row over a cache of keys and values; rotary positions."""
 
+import torch
 from torch import Tensor
 
 from icl_patch.checks import (
@@ -10,7 +11,7 @@ from icl_patch.checks import (
     is_transformed,
 )
 from icl_patch.ops import reference
-from icl_patch.ops.dispatch import Op
+from icl_patch.ops.dispatch import Op, wants_gradients
 
 
 def decode_attention(
@@ -117,8 +118,9 @@ def write_and_attend(
 
     Args:
         query: (B, H, 1, D) float.
-        keys, values: (B, G, S, D) and (B, G, S, E), query's dtype, any strides; changed in place.
-            G divides H, as for :func:`decode_attention`.
+        keys, values: (B, G, S, D) and (B, G, S, E), query's dtype, any strides, not expanded;
+            changed in place, which autograd notices as from torch's operators. G divides H, as for
+            :func:`decode_attention`.
         key, value: (B, G, 1, D) and (B, G E), query's dtype, in other memory than the cache. With
             a value (2B, G E) the last B rows are the values of the token without the context.
         slot: (1,) int64, the column. CUDA tensors are not checked on the host: for a column that is
@@ -136,7 +138,14 @@ def write_and_attend(
     """
     if scale is None:
         scale = max(query.shape[-1], 1) ** -0.5
-    return _write_and_attend(query, keys, values, key, value, slot, scale, mask)
+    args = query, keys, values, key, value, slot, scale, mask
+    y: Tensor = _write_and_attend(*args)
+    # where autograd may ask for a derivative torch's operators have written, which count it
+    if not (torch.compiler.is_compiling() or is_transformed() or wants_gradients(args)):
+        for cache in (keys, values):
+            if not cache.is_inference():
+                torch.autograd.graph.increment_version(cache)
+    return y
 
 
 _write_and_attend = Op(

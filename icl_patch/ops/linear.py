@@ -58,7 +58,7 @@ _only_gemv: ContextVar[bool] = ContextVar("icl_patch_only_gemv", default=False)
 @contextmanager
 def gemv_products() -> Iterator[None]:
     """Within this context all products use the path ``"gemv"``, so that a row's bits do not depend
-    on the number of rows.
+    on the number of rows where our kernels multiply (:func:`patched_linear`).
     """
     token = _only_gemv.set(True)
     try:
@@ -79,7 +79,8 @@ def product_path(z: Tensor, rows: int) -> str:
     The path ``"gemm"`` is torch's own product. It starts at 17 rows, and on CUDA in 16 bits at 33
     rows. On the CPU it starts at 5 rows if torch uses matrix units for a dtype and our kernel does
     not (fp16). It is never used if torch has no fast product of a dtype (fp16 without AVX512-FP16).
-    In the path ``"gemv"`` a row's bits do not depend on the number of rows.
+    In the path ``"gemv"`` a row's bits do not depend on the number of rows where our kernels
+    multiply (:func:`patched_linear`).
     """
     if _takes_gemv_only():
         return GEMV
@@ -118,10 +119,12 @@ def patched_linear(
         out_dtype: the result's dtype; z's dtype by default.
         path: ``"gemv"`` or ``"gemm"`` for any number of rows; by default :func:`product_path` of
             M rows. In ``"gemv"`` a row's bits depend only on the row, its factors, the weight and
-            the bias.
+            the bias, if our kernels compute it. They do not if z, u, v or ``out_dtype`` is fp64,
+            and on the CPU not if neither dimension of the weight is contiguous.
 
     Returns:
-        (M, N), accumulated in fp32 and rounded once; in fp64 if z, u, v or ``out_dtype`` is fp64.
+        (M, N), accumulated in fp32 and rounded once. ``z Wᵀ + bias`` is accumulated in fp64 if z is
+        fp64, the low-rank term if z, u or v is; an fp64 ``out_dtype`` alone widens what fp32 gives.
         In two cases torch computes ``z Wᵀ + bias`` and rounds it to z's dtype first, as
         ``nn.Linear`` does: on the CPU in the path ``"gemm"``, and if autograd or a transform of
         torch.func may ask for a derivative.
@@ -168,6 +171,8 @@ def record_linear(
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
+    if z_pair.dim() != 2:
+        check_record_linear(z_pair, weight, bias=bias)  # raises
     rows = z_pair.shape[0] // 2
     if direction is None:
         direction = read_direction(z_pair[rows:])

@@ -172,12 +172,16 @@ def decode_attention(
     (rows, heads, width), (groups, keys) = query.shape, key.shape[1:3]
     q, k, v = (x.to(accumulation_dtype(query)) for x in (query, key, value))
     shared = heads // groups if groups else 0
-    scores = scale * q.reshape(rows, groups, shared, width) @ k.transpose(-1, -2)
-    if mask is not None:
-        scores = scores.masked_fill(~mask.reshape(rows, 1, 1, keys), -torch.inf)
-        v = v.masked_fill(~mask.reshape(rows, 1, keys, 1), 0)
-    y = scores.softmax(-1).nan_to_num(0) if mask is not None else scores.softmax(-1)
-    return (y @ v).reshape(rows, heads, v.shape[-1]).to(query.dtype)
+    q = q.reshape(rows, groups, shared, width)
+    if mask is None:
+        weights = (scale * q @ k.mT).softmax(-1)
+    else:
+        mask = mask.reshape(rows, 1, 1, keys)
+        blind = ~mask.any(-1, keepdim=True)  # without a number, whose softmax has no derivatives
+        k, v = (x.masked_fill(~mask.mT, 0) for x in (k, v))  # a hidden NaN times 0 would be NaN
+        scores = torch.where(mask, scale * q @ k.mT, torch.where(blind, 0, -torch.inf))
+        weights = scores.softmax(-1).masked_fill(blind, 0)
+    return (weights @ v).reshape(rows, heads, v.shape[-1]).to(query.dtype)
 
 
 def attention_pair(

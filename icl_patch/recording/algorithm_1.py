@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.layers.linear import matrix_of
+from icl_patch.layers.patched_module import untouched
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Block, Writer
 from icl_patch.models.trace import first_tensor
@@ -60,8 +62,10 @@ def algorithm_1(
 
     Raises:
         ValueError: the update is another, or a run has other than one row or token.
-        UnsupportedModelError: a block has experts, no MLP, or a norm that reads a sum; or a matrix
-            is not an ``nn.Linear`` or Conv1D with a plain weight.
+        UnsupportedModelError: a block has experts, no MLP, or a norm that reads a sum; a matrix is
+            not an ``nn.Linear`` or Conv1D with a plain weight, or a class derived from them
+            computes something else; a module that changes has hooks; or two places share a
+            parameter that changes.
         ControllabilityError: no change of a weight, in its dtype, can have the context's effect.
 
     Source: Goldwaser et al. (2025), Algorithm 1 with Theorem 1, Appendix B.1 and Lemmas 6 to 10
@@ -71,7 +75,7 @@ def algorithm_1(
         raise ValueError(f"expected update 'direct' or 'stable', got {update!r}")
     for block in blocks:
         _check(model, block)
-    own: dict[nn.Parameter, Tensor] = {}
+    own: dict[nn.Parameter, tuple[str, Tensor]] = {}
     merges = [_Merge(model.get_submodule(block.path), block, update, own) for block in blocks]
     try:
         with torch.no_grad():
@@ -81,7 +85,7 @@ def algorithm_1(
                 output = alone(model)
         yield output
     finally:
-        for parameter, data in own.items():
+        for parameter, (_, data) in own.items():
             parameter.data = data
 
 
@@ -92,7 +96,7 @@ class _Merge:
     Attributes:
         module, block: the block.
         update: of a scale writer.
-        own: the own data of every parameter that has been changed, of all blocks.
+        own: the path and own data of every parameter that has been changed, of all blocks.
         target, current: the block's activations with the context, and alone.
         new_scale: m' of the stable update, (1, d).
     """
@@ -100,7 +104,7 @@ class _Merge:
     module: nn.Module
     block: Block
     update: str
-    own: dict[nn.Parameter, Tensor]
+    own: dict[nn.Parameter, tuple[str, Tensor]]
     target: Activations = field(default_factory=dict)
     current: Activations = field(default_factory=dict)
     new_scale: Tensor | None = None
@@ -117,7 +121,7 @@ class _Merge:
         spec = self.block.spec
         module = self.module.get_submodule(str(spec.post_norm))
         offset, cast_first = spec.scale_offset, spec.cast_first
-        return PatchedRMSNorm(module, scale_offset=offset, cast_first=cast_first)
+        return PatchedRMSNorm(module, scale_offset=offset, cast_first=cast_first, tried=True)
 
     def record(self, place: str, x: Tensor) -> None:
         """Keep the target at a place: the last token of x (T, K)."""
@@ -133,8 +137,8 @@ class _Merge:
             y_ctx, y = (_wide(z) @ self.matrix(name).T for z in (self.target[place], x))
             self.add_rank_one(name, block_math.reader_update(y_ctx, y), x)
         elif name == spec.down and spec.writer is Writer.BIAS:
-            bias = self.module.get_parameter(f"{name}.bias")
-            self.set(bias, _wide(bias) + block_math.bias_update(self.writer_target())[0])
+            bias = _wide(self.module.get_parameter(f"{name}.bias"))
+            self.set(f"{name}.bias", bias + block_math.bias_update(self.writer_target())[0])
         elif name == spec.down and spec.writer is Writer.WEIGHT:
             self.add_rank_one(name, self.writer_target(), x)
         elif name == spec.down and self.update == "stable":
@@ -159,8 +163,9 @@ class _Merge:
         if new_scale is None:
             normalized = norm.normalize(x)
             new_scale = block_math.direct_scale(self.writer_target(), normalized, norm.scale)
-        weight = norm.base_layer.get_parameter("weight")
-        self.set(weight, weight.double() + (new_scale.double() - norm.scale.double())[0])
+        weight = norm.base_layer.get_parameter("weight").double()
+        change = (new_scale.double() - norm.scale.double())[0]
+        self.set(f"{self.block.spec.post_norm}.weight", weight + change)
 
     def writer_target(self) -> Tensor:
         """The change of the writer's output, (1, d)."""
@@ -193,18 +198,23 @@ class _Merge:
                 " the context's effect"
             )
         module, changed = self.module.get_submodule(name), self.matrix(name) + u.T @ v
-        weight = module.get_parameter("weight")
-        self.set(weight, changed.T if isinstance(module, Conv1D) else changed)
+        self.set(f"{name}.weight", changed.T if isinstance(module, Conv1D) else changed)
 
-    def set(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def set(self, name: str, value: Tensor) -> None:
         """Change a parameter to this value, rounded to its dtype."""
+        parameter, path = self.module.get_parameter(name), self.block.path_of(name)
+        before, _ = self.own.setdefault(parameter, (path, parameter.data))
+        if before != path:  # each of its two changes would be made at both places
+            raise UnsupportedModelError(
+                f"expected a parameter at one place to change it, got one at {before} and {path}:"
+                " give each module its own copy"
+            )
         rounded = value.to(parameter.dtype)
         if not torch.stack(rounded.aminmax()).isfinite().all():
             raise ControllabilityError(
                 f"{self.block.path}: a parameter {tuple(value.shape)} would have to be infinite in"
                 f" {parameter.dtype} to have the context's effect"
             )
-        self.own.setdefault(parameter, parameter.data)
         parameter.data = rounded.contiguous()
 
 
@@ -224,13 +234,22 @@ def _check(model: nn.Module, block: Block) -> None:
             )
     for path in (block.path_of(str(name)) for name in (*spec.readers, spec.down)):
         module = model.get_submodule(path)
-        weight = getattr(module, "weight", None)
-        linear = isinstance(module, nn.Linear | Conv1D)
-        if not linear or type(weight) is not nn.Parameter or weight.is_meta:
+        try:
+            if not matrix_of(module).is_meta:
+                continue
+            reason = "has its weight on the device meta"
+        except TypeError as error:
+            reason = str(error)
+        raise UnsupportedModelError(
+            "expected nn.Linear or Conv1D with a plain weight in memory for Algorithm 1, got"
+            f" {path}, {type(module).__name__}: detach the patcher, and load the model without"
+            f" quantisation or offloading ({reason})"
+        )
+    for path in (block.path_of(name) for name in spec.patched):
+        if not untouched(model.get_submodule(path)):
             raise UnsupportedModelError(
-                "expected nn.Linear or Conv1D with a plain weight in memory for Algorithm 1, got"
-                f" {path}, {type(module).__name__}: detach the patcher, and load the model without"
-                " quantisation or offloading"
+                f"expected {path} without hooks and with its own forward for Algorithm 1, got hooks"
+                " or another forward: remove them first"
             )
 
 

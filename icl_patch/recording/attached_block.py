@@ -93,7 +93,10 @@ class AttachedBlock:
             tuple[str, nn.Module, PatchedModule]
         ] = []  # path, parent then, patched module
         wrap_norm = partial(
-            PatchedRMSNorm, scale_offset=spec.scale_offset, cast_first=spec.cast_first
+            PatchedRMSNorm,
+            scale_offset=spec.scale_offset,
+            cast_first=spec.cast_first,
+            tried=True,
         )
         try:
             self.readers: dict[str, PatchedLinear] = {

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from icl_patch import ops
+from icl_patch.layers.patched_module import rows_of
 from icl_patch.ops import Direction, read_direction
 
 # A sum below this share of the residual is the rounding error of an exact zero.
@@ -102,8 +103,7 @@ def add_rank_one(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dt
     y, u: (..., N); z, v: (..., K). In a decode step :func:`icl_patch.ops.record_linear` and
     :func:`icl_patch.ops.record_norm` compute it too.
     """
-    flat = [x.reshape(-1, x.shape[-1]) for x in (y, z, u, v)]
-    return ops.add_low_rank(*flat, out_dtype=out_dtype).reshape(y.shape)
+    return ops.add_low_rank(*map(rows_of, (y, z, u, v)), out_dtype=out_dtype).reshape(y.shape)
 
 
 # -- writers
@@ -161,8 +161,8 @@ def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) 
     Source: Goldwaser et al. (2025), Appendix B.
     """
     shape = hidden_down.shape
-    scale = scale if scale.dim() == 1 else scale.flatten(0, -2)
-    stable = ops.stable_scale(delta.flatten(0, -2), scale, hidden_down.flatten(0, -2), eps)
+    scale = scale if scale.dim() == 1 else rows_of(scale)
+    stable = ops.stable_scale(rows_of(delta), scale, rows_of(hidden_down), eps)
     status = stable.status.reshape(shape[:-1])
     return StableScale(stable.u.reshape(shape), stable.new_scale.reshape(shape), status)
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.attachment import set_forward
-from icl_patch.layers.patched_module import PatchedModule, with_base
+from icl_patch.layers.patched_module import with_base
 
 HookIds = tuple[tuple[str, Any], ...]
 # transformers installs these when hidden states are first asked for; they stay and change nothing
@@ -38,7 +38,6 @@ class Hooks:
         parts = [
             (path, part) for path, module in model.named_modules() for part in with_base(module)
         ]
-        self._patched = [(path, part) for path, part in parts if isinstance(part, PatchedModule)]
         self._forwards = [(path, part, forwards.get(part)) for path, part in parts]
         self._hooks = [(_GLOBAL, _global_forward_pre_hooks), (_GLOBAL, _global_forward_hooks)]
         for path, part in parts:
@@ -46,23 +45,10 @@ class Hooks:
         self._dicts = [hooks for _, hooks in self._hooks]
 
     def current(self) -> HookIds:
-        """The module's path, and the hook's number or the forward, for each; empty without any.
-
-        Raises:
-            UnsupportedModelError: a patched module has hooks and there are global hooks, which
-                then run twice for that module.
-        """
+        """The module's path, and the hook's number or the forward, for each; empty without any."""
         replaced = self._replaced()
         if not any(self._dicts) and not replaced:  # quickly: this runs before every step
             return ()
-        twice = [
-            path for path, part in self._patched if part._forward_pre_hooks or part._forward_hooks
-        ]
-        if twice and (_global_forward_pre_hooks or _global_forward_hooks):
-            raise UnsupportedModelError(
-                f"expected forward hooks on {twice[0]} or global forward hooks, got both: remove"
-                " one of them",
-            )
         numbers = [
             (path, number)
             for path, hooks in self._hooks

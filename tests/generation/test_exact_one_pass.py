@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import realistic_weights
 from support.generation import mostly_stress, own_steps, spoil_closing
 from support.random_models import SAME_FORM, build, ragged, shallow, tokens
@@ -17,6 +18,7 @@ from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.sampling_loop import GenerationStep
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, NATIVE
+from icl_patch.invariance.functions import ROW_FUNCTIONS
 from icl_patch.ops import linear
 from icl_patch.ops.reference import low_rank_term
 from icl_patch.recording.block_recorder import BlockRecorder
@@ -173,6 +175,28 @@ def test_the_order_of_a_parallel_sum_is_found_again_for_other_weights() -> None:
                     weight.copy_(factor * before)
             for step in steps_of(patcher, 2, mode="two_stream"):
                 check_replay(patcher, step)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs vector instructions"
+)
+@pytest.mark.parametrize("width", [24, 72])
+def test_a_function_that_sees_a_rows_place_is_found(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own computes the last elements of a tensor by other instructions, here of an odd
+    number of rows.
+    """
+    model = build("llama", intermediate_size=width, hidden_act="mish")
+    with ContextPatcher(model) as patcher:
+        for rows in (slice(1), slice(2), slice(3)):
+            ids, mask = IDS[rows], MASK[rows]
+            for step in steps_of(patcher, 2, ids, context_mask=mask, mode="shared_cache"):
+                check_replay(patcher, step)
+    monkeypatch.delitem(ROW_FUNCTIONS, F.mish)
+    refusal = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
+    with ContextPatcher(model) as patcher, refusal:
+        patcher.plans.choose("shared_cache")
 
 
 def test_where_it_does_not_go() -> None:

@@ -32,6 +32,18 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
     assert len({tuple(row) for row in expected_ids.tolist()}) == 3
 
 
+@pytest.mark.parametrize("width", [6, 8, 10, 12, 14])
+def test_the_room_of_a_cache_does_not_show_in_odd_heads(width: int) -> None:
+    """torch's products round by the place of a head in memory, which the room would shift."""
+    sizes = {"head_dim": width, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model, ids = build("llama", **sizes), tokens(7, 1, 9)
+    expected = own_steps(model, ids, torch.ones_like(ids), 6)
+    settings: dict = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    with ContextPatcher(model, "exact") as patcher:
+        for step in patcher.generate(ids, mode="two_pass", **settings):
+            assert torch.equal(step.logits, next(expected))
+
+
 @pytest.mark.parametrize(
     ("family", "update", "mode"),
     [

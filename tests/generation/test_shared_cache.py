@@ -97,7 +97,7 @@ def test_the_trial_notices_a_wrong_stream(
     family: str, update: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reduced logits are the context's whatever the reduced rows see: the writers absorb it.
-    The replay tells. One fault begins in two of the trial's six replays, of the longest context.
+    The replay tells. One fault begins in three of the trial's nine replays, of the longest context.
     """
     attend = SharedCacheStreams._attend
 
@@ -111,7 +111,7 @@ def test_the_trial_notices_a_wrong_stream(
                 "sees the context": context,
                 "sees nothing": torch.zeros_like(made),
                 "one stream twice": made,
-                "later": reduced * (3 if value.shape[2] >= 9 else 1),
+                "later": reduced * (3 if value.shape[2] >= 8 else 1),
             }[fault]
         )
         return made

@@ -20,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "softplus": F.softplus,
+    "mish": F.mish,
     "rsqrt": torch.rsqrt,
 }
 OPTIONS = {
@@ -87,7 +88,7 @@ def test_those_of_torch_do_not() -> None:
     """
     own: list[Callable[[Tensor], Tensor]] = []
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
-        own += [F.silu, torch.sigmoid, F.softplus]
+        own += [F.silu, torch.sigmoid, F.softplus, F.mish]
     if torch.backends.mkl.is_available():
         weight = normal(seeded(1), 96, 709, dtype=torch.float32)
         own.append(lambda part: F.linear(part, weight))

@@ -2,14 +2,24 @@
 never a stored output.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support.numeric import UNIT, within_roundings
 from support.quantised import Int8Linear
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_full_backward_hook,
+)
 from torch.nn.utils import parametrize, prune
 from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
@@ -85,6 +95,17 @@ def test_a_patch_per_row(name: str, rows: tuple[int, ...]) -> None:
         layer.set_patch(u, v, shared=True)
         for part in (z, z[0, :1], z[:, :2]):
             assert is_patched_sum(layer(part), part, *matrix(base), u[0], v[0])
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_map_of_no_inputs_is_its_bias() -> None:
+    base = nn.Linear(0, N)
+    layer = PatchedLinear(base)
+    for shape in ((2, 3, 0), (3, 0), (0,), (0, 2, 0)):
+        layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, 0), shared=True)
+        assert torch.equal(layer(torch.empty(shape)), base.bias.expand(*shape[:-1], N))
+        layer.set_bias_change(torch.ones(N))
+        assert torch.equal(layer(torch.empty(shape)), base.bias.expand(*shape[:-1], N) + 1)
 
 
 def test_the_base_follows_in_mode_and_dtype_and_the_factors_to_another_device() -> None:
@@ -253,6 +274,118 @@ def test_hooks_and_another_forward_of_the_base_still_run(patched: bool) -> None:
     assert torch.equal(seen[1], torch.ones(3, N))
     base.forward = lambda z: 2 * F.linear(z, base.weight, base.bias)
     assert torch.equal(layer(z), 4 * plain)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_hooks_of_all_modules_run_once(patched: bool) -> None:
+    """Also beside hooks of the patched module's own, which see what they have made."""
+    base, z, seen = nn.Linear(K, N), torch.randn(3, K), []
+    layer = PatchedLinear(base)
+    if patched:
+        layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K), shared=True)
+    with ExitStack() as hooks:
+
+        def register(where: Any, hook: Callable[..., Any]) -> None:
+            hooks.enter_context(where(hook))
+
+        register(register_module_full_backward_hook, lambda m, *_: seen.append(type(m)))
+        register(register_module_forward_hook, lambda _module, _args, out: 2 * out)
+        expected = base(z)
+        assert torch.equal(layer(z), expected)
+        register(layer.register_forward_hook, lambda _module, _args, out: seen.append(out))
+        out = layer(z)
+        assert torch.equal(out, expected) and torch.equal(seen.pop(), expected)
+        register(layer.register_full_backward_hook, lambda m, *_: seen.append(type(m)))
+        layer(z.requires_grad_()).sum().backward()
+        assert seen[1:] == [nn.Linear, PatchedLinear]
+    if not patched:
+        layer.register_forward_hook(lambda _module, _args, out: 3 * out)
+        torch.compiler.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(z), 3 * base(z))
+
+
+class OwnNorm(nn.Module):
+    """Computes in the dtype of its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(width)), 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * (1 + self.weight)
+
+
+NORMS = {  # with their offset, and whether they round before they scale
+    "llama": (LlamaRMSNorm, 0.0, True),
+    "gemma": (Gemma3RMSNorm, 1.0, False),
+    "torch": (partial(nn.RMSNorm, eps=1e-3), 0.0, False),
+    "own": (OwnNorm, 1.0, False),
+}
+
+
+def form_of(name: str) -> dict[str, Any]:
+    _, offset, cast_first = NORMS[name]
+    return {"scale_offset": offset, "cast_first": cast_first}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_patched_norm_is_the_norm_with_another_scale(name: str) -> None:
+    """In the arithmetic of its class, which in fp64 is fp32 or fp64, and in its output's dtype."""
+    dtypes = [(dtype, dtype) for dtype in UNIT]
+    dtypes += [(torch.bfloat16, torch.float32)] if name in ("llama", "gemma") else []
+    for dtype, of_weight in dtypes:
+        base = NORMS[name][0](K).to(of_weight)
+        nn.init.normal_(base.weight)
+        layer, x = PatchedRMSNorm(base, **form_of(name)), 3 * torch.randn(5, K).to(dtype)
+        layer.set_patch(layer.scale.clone())
+        y, expected = layer(x), base(x)
+        assert y.dtype == expected.dtype
+        in_fp32 = dtype == torch.float64 and name in ("llama", "gemma")
+        limit = 0 if in_fp32 else 8 * UNIT[dtype] + 1e-300
+        assert (y - expected).abs().max() <= limit * expected.abs().max()
+
+
+def test_what_is_no_rms_norm_of_the_form() -> None:
+    for name in NORMS:
+        base = NORMS[name][0](K)
+        for given in (base, base.bfloat16(), base.to("meta")):
+            PatchedRMSNorm(given, **form_of(name))
+        wrong = form_of(name) | {"scale_offset": 1 - form_of(name)["scale_offset"]}
+        with pytest.raises(TypeError, match=r"of [01] \+ weight .*, which computes something else"):
+            PatchedRMSNorm(base, **wrong)
+    for other, message in (
+        (nn.LayerNorm(K), r"with {'weight': \(12,\), 'bias': \(12,\)}"),
+        (nn.LayerNorm(K, bias=False), "which computes something else"),
+        (nn.LayerNorm((3, K), bias=False), r"with {'weight': \(3, 12\)}"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"scale of 0 \+ weight .*, got \S+LayerNorm,? {message}"
+        ):
+            PatchedRMSNorm(other, **form_of("llama"))
+
+
+def test_hooks_of_a_norm_run_with_a_patch() -> None:
+    """Its own and those of all modules, in every thread; in one place of the model's calls."""
+    layer, x, seen = patched_norm(), torch.randn(3, K, requires_grad=True), []
+    base = layer.base_layer
+    layer.set_patch(torch.rand(K))
+    expected = layer(x)
+    with register_module_forward_hook(lambda module, *_: seen.append(module)):
+        assert torch.equal(layer(x), expected)
+    assert seen == [base]
+    base.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    base.register_forward_hook(lambda _module, _args, out: 3 * out)
+    base.register_full_backward_hook(lambda module, *_: seen.append(module))
+    out = layer(x)
+    assert metrics.linf(out, 3 * layer.apply_scale(2 * x, layer.new_scale)).max() == 0
+    out.sum().backward()
+    assert seen == [base, base]
+    assert "forward" not in vars(base)
+    base.forward = lambda x: x
+    with pytest.raises(ValueError, match="LlamaRMSNorm with its own forward to patch, got another"):
+        layer(x)
+    assert vars(base)["forward"](3) == 3
 
 
 def test_factors_carry_gradients() -> None:

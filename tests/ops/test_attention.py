@@ -18,8 +18,10 @@ from support.numeric import (
     poisoned_memory,
     same_bits,
 )
+from torch import Tensor
 
 from icl_patch import ops
+from icl_patch.ops import reference
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -61,6 +63,40 @@ def test_extremes(dtype: torch.dtype) -> None:
 
 
 @every_dtype
+def test_the_specification_shows_what_is_no_number(dtype: torch.dtype) -> None:
+    """Like the kernels, if a row sees it; what it does not see changes nothing."""
+    query, key, value, mask = problem((3, 4, 2, 9, 8, 6), dtype)
+    nothing, hidden = torch.full_like(key, torch.nan), ~mask[:, None, :, None]
+    args = torch.where(hidden, nothing, key), torch.where(hidden, nothing[..., :6], value)
+    y = reference.decode_attention(query, key, value, 0.3, mask)
+    assert same_bits(reference.decode_attention(query, *args, 0.3, mask), y)
+    assert not y[-1].any() and y.isfinite().all()
+    key, query = key.clone(), query.clone()
+    key[0, 1, 4] = query[1, 2] = query[2] = torch.nan  # row 0 sees key 4, row 2 sees none
+    for attend in (reference.decode_attention, _attend):
+        found = attend(query, key, value, 0.3, mask).isnan().all(-1)
+        assert found.nonzero().tolist() == [[0, 2], [0, 3], [1, 2]]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> Tensor:
+    return ops.decode_attention(query, key, value, mask, scale=scale)
+
+
+def test_derivatives_beside_a_row_that_sees_no_key() -> None:
+    """Of first and second order, backwards and forwards; keys that no row sees may be anything."""
+    query, key, value, mask = problem((3, 4, 2, 5, 3, 2), torch.float64)
+    assert not mask[-1].any() and mask[:2].any(1).all() and not mask[:2].all()
+    key = key.masked_fill(~mask[:, None, :, None], torch.nan)
+    given = [x.requires_grad_() for x in (query, value)]
+
+    def attend(query: Tensor, value: Tensor) -> Tensor:
+        return _attend(query, key, value, 0.3, mask)
+
+    assert torch.autograd.gradcheck(attend, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, given)
+
+
+@every_dtype
 def test_attention_of_both_streams(dtype: torch.dtype) -> None:
     """The attention, and behind it each head's value in the token's column."""
     for shape in SHAPES:
@@ -92,6 +128,27 @@ def test_attention_that_writes_the_token(dtype: torch.dtype) -> None:
                     check_written(
                         ops.write_and_attend, ops.attention_pair, query, key, value, slot, seen
                     )
+
+
+@every_dtype
+def test_autograd_notices_what_is_written(dtype: torch.dtype) -> None:
+    """As for torch's operators in place: what was saved for a derivative must not have changed.
+    Inference tensors have no derivatives.
+    """
+    query, keys, values, _ = problem((2, 4, 2, 9, 8, 6), dtype)
+    given = query.unsqueeze(2), keys, values, *new_token(keys, values), torch.tensor([3])
+    for cache in (keys, values):
+        factor = torch.ones_like(cache, requires_grad=True)
+        total = (factor * cache).sum()
+        with torch.no_grad():
+            y = ops.write_and_attend(*given)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+    wanted = given[0].clone().requires_grad_()
+    ops.write_and_attend(wanted, *given[1:]).sum().backward()
+    assert wanted.grad.any()
+    with torch.inference_mode():
+        assert same_bits(ops.write_and_attend(*[x.clone() for x in given]), y)
 
 
 @needs_native

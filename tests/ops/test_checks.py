@@ -22,6 +22,7 @@ WRITTEN = {
     "value": 2 * ONES(2, 8),
     "slot": torch.tensor([4]),
 }
+KEYS = ONES(1, 2, 1, 3)
 NORM = {"x": ONES(3, 5), "scale": ONES(5), "eps": 1e-5}
 PAIR = {"hidden": ONES(4, 5), "weight": ONES(5), "eps": 1e-5}
 ROTARY = dict.fromkeys(("query", "key"), ONES(2, 3, 1, 6)) | dict.fromkeys(
@@ -57,6 +58,10 @@ ERRORS = {
             (rows(0, 0), ValueError, "expected index (M), "),
             (rows(0, 0, 0) | {"index": ONES(3)}, TypeError, "index in integers, got torch.float32"),
             (rows(0, 2, -1), ValueError, "expected index from -1 to 1, got -1 to 2"),
+            *[
+                (POOL | {"index": torch.tensor([0, 2, 1]).to(x)}, ValueError, "-1 to 1, got 0 to 2")
+                for x in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+            ],
             (rows(0, 1, -2), ValueError, "expected index from -1 to 1, got -2 to 1"),
             (
                 POOL | {"index": torch.zeros(3, dtype=torch.int64, device="meta")},
@@ -69,7 +74,11 @@ ERRORS = {
     ),
     ops.record_linear: (
         {"z_pair": ONES(4, 5), "weight": ONES(4, 5)},
-        [({"z_pair": ONES(3, 5)}, ValueError, "expected the rows of two streams, got 3")],
+        [
+            ({"z_pair": ONES(3, 5)}, ValueError, "expected the rows of two streams, got 3"),
+            ({"z_pair": ONES(())}, ValueError, "expected z_pair (2M, K), got ()"),
+            ({"z_pair": ONES(4)}, ValueError, "expected z_pair (2M, K), got (4,)"),
+        ],
     ),
     ops.add_low_rank: (
         LOW_RANK,
@@ -150,6 +159,8 @@ ERRORS = {
             ({"keys": ONES(2, 2, 5, 3).half()}, TypeError, "expected keys in query's dtype, got"),
             ({"slot": torch.tensor([5])}, ValueError, "expected slot from 0 to 4, got 5 to 5"),
             ({"slot": torch.ones(1)}, TypeError, "expected slot in integers, got torch.float32"),
+            ({"keys": KEYS.expand(2, -1, 5, -1)}, ValueError, "expanded tensor, strides (0, 3, 0"),
+            ({"values": ONES(1).expand(2, 2, 5, 4)}, ValueError, "expected values of which each"),
             ({"mask": torch.ones(1, 5).bool()}, ValueError, "expected mask (B, S), "),
         ],
     ),

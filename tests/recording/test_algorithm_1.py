@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,6 +113,13 @@ def test_a_part_of_the_context_may_stay() -> None:
         assert metrics.linf(found, expected) <= limit
 
 
+class Doubled(nn.Linear):
+    """Multiplies its output."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return 2 * super().forward(z)
+
+
 def test_what_algorithm_1_does_not_take() -> None:
     """A refusal leaves the weights as they were, and the cure works."""
     model, experts, alone = shallow("llama"), shallow("mixtral"), run(IDS[:, -1:], 9)
@@ -128,6 +136,24 @@ def test_what_algorithm_1_does_not_take() -> None:
     refused(UnsupportedModelError, "layers.0 with experts", run(IDS), alone, of=experts)
     with ContextPatcher(model):
         refused(UnsupportedModelError, "PatchedLinear: detach the patcher", run(IDS), alone)
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    for module in (first.up_proj, second.down_proj):
+        hook = module.register_forward_hook(lambda _module, _args, out: 1.1 * out)
+        refused(UnsupportedModelError, r"_proj without hooks and with its own", run(IDS), alone)
+        hook.remove()
+        module.forward = partial(type(module).forward, module)
+        refused(UnsupportedModelError, r"got hooks or another forward", run(IDS), alone)
+        del module.forward
+    for name in ("up_proj", "down_proj"):
+        module = getattr(second, name)
+        setattr(second, name, Doubled(1, 1, bias=False))
+        getattr(second, name).weight = module.weight
+        refused(UnsupportedModelError, r"Doubled, which computes something else", run(IDS), alone)
+        setattr(second, name, module)
+        weight, module.weight = module.weight, getattr(first, name).weight
+        path = rf"layers\.\d\.mlp\.{name}\.weight"
+        refused(UnsupportedModelError, rf"got one at .*{path} and .*{path}", run(IDS), alone)
+        module.weight = weight
     with torch.no_grad():
         model.get_parameter(NORM).zero_()
         refused(ControllabilityError, "layers.1: the input of mlp.down_proj is 0", run(IDS), alone)

@@ -211,6 +211,8 @@ def test_stable_scale_is_the_papers(eps: float) -> None:
     stable = block_math.stable_scale(next(tokens), scale, next(tokens), eps)
     u, change = stable.u.reshape(20, 48), (stable.new_scale - scale).reshape(20, 48)
     assert stable.status.shape == (4, 5)
+    alone = block_math.stable_scale(delta[7], scale, h[7], eps)
+    assert torch.equal(alone.u, stable.u[1, 2]) and alone.status.shape == ()
     # two ways to solve, and a difference of numbers as large as the largest
     close = {"rtol": 0, "atol": 2 * SOLVED * float((scale.abs() + papers.abs()).max())}
     near = 2 * SOLVED * float(h_target.abs().max())
