@@ -65,13 +65,13 @@ def with_cache_writes(
             keys, cached = (last.get(x, place) for x in memory[1:3])
             together = _together(found, calls[keys], calls[cached], is_written)
             if together is not None:
-                for gone in (found.behind, keys, cached):
+                for gone in {found.behind, keys, cached} - {place}:
                     del result[gone]
                 result[place] = together
                 (rows, heads, _), width = call.args[0].shape, call.args[2].shape[3]
                 whole[found.made] = whole[found.made].reshaped((2 * rows, heads * width))
         last |= dict.fromkeys(memory, place)
-    return [result[place] for place in sorted(result)]
+    return list(result.values())
 
 
 def _attentions(
@@ -94,12 +94,8 @@ def _attentions(
         attends = makers.get(y.value)
         if attends is None or calls[attends].target._schema.name not in _SINGLE:
             continue
-        if (
-            readers[y.value] > 1
-            or y.value in outputs
-            or not _is_all(y, whole)
-            or calls[attends].kwargs
-        ):
+        alone = readers[y.value] == 1 and y.value not in outputs
+        if not alone or calls[attends].kwargs or not _is_all(y, whole):
             continue
         copied = calls[makers[own.value]] if own.value in makers else call
         if copied.target is _aten.clone.default and _is_all(own, whole):

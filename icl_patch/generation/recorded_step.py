@@ -51,11 +51,11 @@ class RecordedStep:
         self.own_code = step
         self._tree: Any = None
         self._run: RunStep = self._record
-        self._run_proven: RunStep  # what runs behind a comparison
+        self._run_proven: RunStep  # of the calls after a comparison
         self._run_values: Callable[[], Sequence[Tensor]]  # the program as it runs
         self._device = step.inputs.current.device
         self._watch = step.plan.attached.watch
-        self._recorded_with: tuple[int, int] | None = None  # the counts of its weights and code
+        self._recorded_with: int | None = None  # the count of its weights then
         self._warned = False  # of steps without the program
         self._was_right = False  # whether the program was, when it was last compared
 
@@ -65,19 +65,19 @@ class RecordedStep:
         if autocast or not self.is_current:
             if not self._warned:
                 self._warned = True
-                reason = "autocast is on" if autocast else "the weights are others than the first"
+                reason = "autocast is on" if autocast else "its weights have changed since"
                 warn_slower(self.own_code.plan.attached.model, self._device, reason)
             return self.own_code()
         return self._run()
 
     @property
     def is_current(self) -> bool:
-        """Whether the model's weights and code are those that were recorded, if there are any."""
-        return self._recorded_with in (None, (self._watch.weights, self._watch.code))
+        """Whether the model's weights are those that were recorded, if there are any."""
+        return self._recorded_with in (None, self._watch.weights)
 
     def compare_again(self) -> None:
-        """Let the next call run both the program and the model's code: both may read what no watch
-        sees, such as a function of a source file.
+        """Let the next call run both the program and the model's code, which may read things that
+        are not watched, such as a function of its source file.
         """
         if self.program is not None:
             self._run = self._compare
@@ -103,7 +103,7 @@ class RecordedStep:
             self._give_up(error)
             return output
         self._on_source(self.program.source)
-        self._recorded_with = self._watch.weights, self._watch.code
+        self._recorded_with = self._watch.weights
         self._run = self._compare
         self._run_proven = self._run_program if self._device.type == "cpu" else self._capture
         return self._output(leaves.__getitem__)

@@ -229,14 +229,13 @@ def use_reusable_step(
     """
     attached, kept = plans.attached, plans.reusable_steps
     assert isinstance(state.run, DecodeStep)
-    capacity, model = bucketed_capacity(state.ids.shape[1]), attached.model
-    # a program depends on the model's code, of which the plan is, and on its weights' addresses
-    weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
-    key = (state.run.plan, len(state.ids), capacity, compiled, *weights)
+    capacity = bucketed_capacity(state.ids.shape[1])
+    # a program depends on the model's code, of which the plan is, and on the places of its weights
+    key = (state.run.plan, len(state.ids), capacity, compiled, attached.watch.weights)
     if (reason := plans.refused.get(key)) is not None:
         raise UnsupportedModelError(reason)
     step = kept.pop(key, None)
-    if step is not None and step.run.is_current:
+    if step is not None:
         step.run.compare_again()
     else:
         step = ReusableStep(state, capacity, compiled=compiled, on_source=plans.sources.append)

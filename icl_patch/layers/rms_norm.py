@@ -241,7 +241,7 @@ def _form_of(module: nn.Module, dtype: torch.dtype) -> tuple[float, bool] | None
     known = all(isinstance(x, _SETTINGS) for x in settings.values())
     if not known or any(x is not None for name, x in parts.items() if name != "weight"):
         return None  # its output may depend on more than the trial varies
-    device = torch.device("cpu") if weight.is_meta else weight.device
+    device = _device_of(module)
     kind = type(module), type(module).forward
     key = (*kind, module.training, *settings.items(), len(weight), dtype, device)
     if key not in _forms:

@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from icl_patch.layers.patched_module import with_base
 
-_FUNCTIONS = (FunctionType, BuiltinFunctionType)
-_SCALARS = (bool, int, float, complex, str, Enum, torch.dtype, *_FUNCTIONS)
+_VALUES = (bool, int, float, complex, str, Enum, torch.dtype, FunctionType, BuiltinFunctionType)
 # torch's own attributes of a module, and its forward, of which everybody asks
 _NO_SETTINGS = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
@@ -52,7 +51,7 @@ def _frozen(x: Any, depth: int = 4) -> Any:
         x = [*x, *x.values()]
     if isinstance(x, list | tuple | Set):
         return tuple(_frozen(y, depth - 1) for y in x) if depth else None
-    return x if isinstance(x, _SCALARS) else None
+    return x if isinstance(x, _VALUES) else None
 
 
 def _settings(module: object) -> dict[str, Any]:
@@ -69,11 +68,11 @@ def _is_setting(x: Any, depth: int = 4) -> bool:
         x = [*x, *x.values()]
     if isinstance(x, list | tuple | Set):
         return depth > 0 and all(_is_setting(y, depth - 1) for y in x)
-    return x is None or isinstance(x, _SCALARS)
+    return x is None or isinstance(x, _VALUES)
 
 
 class ModelWatch:
-    """Counts the changes of what a model's code reads, from one look to the next.
+    """Counts the changes of a model's weights, modules and settings, from one look to the next.
 
     Passes look before they run. Each look takes a few calls of the interpreter, because decode
     steps do too.
@@ -92,7 +91,7 @@ class ModelWatch:
         self._take()
 
     def look(self) -> None:
-        """Count what has changed."""
+        """Compare the model with the last look, and count the changes."""
         weights, code = self._has_other_weights(), self._has_other_code()
         numbers = self._versions() != self._numbers
         if weights or code or numbers:
@@ -102,7 +101,7 @@ class ModelWatch:
         self.numbers += numbers
 
     def accept(self) -> None:
-        """Take what has changed since the last look as it is: a forward did it, and nobody else."""
+        """Take the present state without counting: a forward has changed it, and nobody else."""
         if self._has_other_code() or self._has_other_weights():
             self._take()
 

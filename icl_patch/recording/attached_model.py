@@ -130,7 +130,7 @@ class AttachedModel:
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
         hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
-        watch: what has changed in the model since attaching.
+        watch: counts the changes of the model since attaching.
 
     Raises:
         UnsupportedModelError: a block has an unknown form, or the model fails the self-check.

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.generation import own_steps
 from support.optional import imported
 from support.random_models import shallow, tokens
 from torch import Tensor
@@ -25,14 +26,7 @@ def adapted(model: Any, targets: list[str]) -> Any:
 
 
 def of_the_model(model: Any, ids: Tensor) -> Tensor:
-    output = model.generate(
-        ids,
-        max_new_tokens=STEPS,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return torch.stack(output.logits)
+    return torch.stack([*own_steps(model, ids, torch.ones_like(ids), STEPS)])
 
 
 def of_steps(patcher: ContextPatcher, ids: Tensor) -> Tensor:
