@@ -150,8 +150,11 @@ def our_steps(
     model: Any, ids: torch.Tensor, update: str, how: Any
 ) -> Generator[object, None, None]:
     """Those of ``generate``."""
+    mask = torch.ones_like(ids)  # the padding id may be among random ones
     with ContextPatcher(model, update) as patcher:
-        yield from patcher.generate(ids, max_new_tokens=WARM + STEPS + 1, compile=how)
+        yield from patcher.generate(
+            ids, context_mask=mask, max_new_tokens=WARM + STEPS + 1, compile=how
+        )
 
 
 def thread_seconds(steps: Iterator[object]) -> float:
@@ -207,10 +210,11 @@ def grown_by_steps(folder: str, call: str) -> Iterator[dict[str, int]]:
     for weight in model.parameters():
         weight.sum()  # from_pretrained maps the file: read it before the count begins
     ids, before = tokens(0, 1, LONG), resident()
+    given: Any = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2}
     if call == "own":
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+        model.generate(ids, **given)
     else:
-        list(ContextPatcher(model, call).generate(ids, max_new_tokens=2))
+        list(ContextPatcher(model, call).generate(ids, **given))
     yield {call: (peak() - before) // MIB}
 
 

@@ -129,7 +129,7 @@ def steps_rank(folder: str, split: str) -> Iterator[dict[str, Any]]:
     mask, patcher = torch.ones_like(ids), ContextPatcher(model, "stable", rank_timeout=60)
     calls: dict[str, Callable[..., Any]] = {
         "own": lambda **lengths: model.generate(ids, attention_mask=mask, **lengths),
-        "stable": lambda **lengths: list(patcher.generate(ids, **lengths)),
+        "stable": lambda **lengths: list(patcher.generate(ids, attention_mask=mask, **lengths)),
     }
 
     def seconds(call: Callable[..., Any], new: int) -> float:

@@ -35,11 +35,12 @@ else:
     print("no products: there is no CUDA device, or no ncu")
 model: Any = MODEL.build(device, torch.bfloat16 if cuda else torch.float32)
 context = random_ids(model, 1, 64)
+given: Any = {"attention_mask": torch.ones_like(context), "max_new_tokens": STEPS}
 greedy = {"min_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
 patcher = ContextPatcher(twin(model), "stable")
 calls = {
-    "patched": lambda: list(patcher.generate(context, max_new_tokens=STEPS)),
-    "plain": lambda: model.generate(context, max_new_tokens=STEPS, **greedy),
+    "patched": lambda: list(patcher.generate(context, **given)),
+    "plain": lambda: model.generate(context, **given, **greedy),
 }
 for title, call in calls.items():
     call()

@@ -120,7 +120,8 @@ def our_tokens(
     patcher: ContextPatcher, ids: Tensor, new: int, *, compile: bool | str = False
 ) -> Tensor:
     """The same of the patcher's steps."""
-    made = patcher.generate(ids, compile=compile, **greedy(new))
+    mask = torch.ones_like(ids)  # the padding id may be among random ones
+    made = patcher.generate(ids, context_mask=mask, compile=compile, **greedy(new))
     return torch.stack([step.token_ids[0] for step in made])
 
 
