@@ -210,7 +210,7 @@ def decode_one_token(state: DecodeState, token_ids: Tensor) -> DecodeResult:
 def _decode(state: DecodeState, token_ids: Tensor) -> DecodeResult:
     attached = state.attached
     attached.require_attached()
-    if state.run is not None and (hooked := attached.hooks.current()):
+    if state.run is not None and (hooked := attached.hooks.new()):
         raise UnsupportedModelError(
             "expected the model without forward hooks, as at the first step, got new ones"
             f" on {paths_of(hooked)}: generate again, with mode='two_pass'"

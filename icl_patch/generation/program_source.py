@@ -113,7 +113,8 @@ class Source:
         return self._global((type(x), x), str(x).rpartition(".")[2], x)
 
     def _operator(self, target: OpOverload) -> str:
-        return self._global(target, _name_of(target), target)
+        # what it calls, without the method in Python that calls it
+        return self._global(target, _name_of(target), target._op)
 
     def _global(self, key: Any, name: str, value: Any) -> str:
         """The name of something that is the same in every step."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.attachment import set_forward
@@ -43,11 +44,22 @@ class Hooks:
         for path, part in parts:
             self._hooks += [(path, part._forward_pre_hooks), (path, part._forward_hooks)]
         self._dicts = [hooks for _, hooks in self._hooks]
+        self._next: int | None = None  # the number of the next hook when there was none
+
+    def new(self) -> HookIds:
+        """As :meth:`current`, quickly, for every decode step: if there was no hook, it looks again
+        when torch has made one since. Hooks that someone puts back without torch are not seen.
+        """
+        return (
+            () if self._next == RemovableHandle.next_id and not self._replaced() else self.current()
+        )
 
     def current(self) -> HookIds:
         """The module's path, and the hook's number or the forward, for each; empty without any."""
+        self._next, following = None, RemovableHandle.next_id
         replaced = self._replaced()
-        if not any(self._dicts) and not replaced:  # quickly: this runs before every step
+        if not any(self._dicts) and not replaced:
+            self._next = following
             return ()
         numbers = [
             (path, number)
@@ -82,6 +94,7 @@ class Hooks:
                 set_forward(part, was)
             yield
         finally:
+            self._next = None
             for hooks, before in saved:
                 hooks.update(before)
             for part, now, _ in replaced:
