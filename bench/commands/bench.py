@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from icl_patch.bench import BENCHMARKS, OF_A_MODEL
-from icl_patch.cli import common
+from icl_patch.cli import arguments, output
 
 HELP = "time the kernels and the code that they replace, and write the tables"
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all)"
     )
-    common.add_device(parser, "cpu")
+    arguments.add_device(parser, "cpu")
     parser.add_argument(
         "--quick", action="store_true", help="a few minutes: the most telling shapes, fewer rounds"
     )
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=common.positive,
+        type=arguments.positive,
         metavar="S",
         default=math.inf,
         help="begin no case of a benchmark after S seconds",
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         for data in (data for name in names for data in load_all(folder, name)):
             files.append(str(folder / f"{data['file']}.md"))
             write_atomically(files[-1], [page(data).encode()])
-        common.print_result(options, {"files": files}, *files)
+        output.print_result(options, {"files": files}, *files)
         return 0
     passed, measured = True, {}
     for name in names:
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         measured[name] = results.data
         if not options.json:
             lines = table(results.data["rows"])
-            common.print_result(options, {}, *lines, f"written to {results.path}")
+            output.print_result(options, {}, *lines, f"written to {results.path}")
     if options.json:
-        common.print_result(options, measured)
+        output.print_result(options, measured)
     return 0 if passed else 1

@@ -6,17 +6,17 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from icl_patch.cli import common
+from icl_patch.cli import arguments, output
 
 HELP = "choose the kernels' configurations for this GPU, by measuring, and write its data file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    common.add_device(parser, "cpu", "cuda, cuda:1, … (required)")
+    arguments.add_device(parser, "cpu", "cuda, cuda:1, … (required)")
     parser.add_argument(
         "--dtype",
-        type=common.dtype,
+        type=arguments.dtype,
         nargs="+",
         metavar="DTYPE",
         help="default: bf16 fp16 fp32",
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         )
     from icl_patch.bench import tuning
 
-    dtypes = options.dtype or [common.dtype(name) for name in ("bf16", "fp16", "fp32")]
+    dtypes = options.dtype or [arguments.dtype(name) for name in ("bf16", "fp16", "fp32")]
     path, entries = tuning.write(
         options.device,
         dtypes,
@@ -54,6 +54,6 @@ def run(options: argparse.Namespace) -> int:
         options.out,
         lambda line: print(f"tune: {line}", file=sys.stderr, flush=True),
     )
-    output = {"file": str(path), "entries": [asdict(entry) for entry in entries]}
-    common.print_result(options, output, f"{len(entries)} entries in {path}")
+    result = {"file": str(path), "entries": [asdict(entry) for entry in entries]}
+    output.print_result(options, result, f"{len(entries)} entries in {path}")
     return 0

@@ -7,16 +7,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from icl_patch.cli import common
+from icl_patch.cli import arguments, inputs, output
 
 HELP = "write the model with a static patch in its weights"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    common.add_model(parser)
-    common.add_patch(parser, meaning="a static patch, as icl-patch fit writes it")
-    common.add_out(parser, "folder of the model; it is made")
+    arguments.add_model(parser)
+    arguments.add_patch(parser, meaning="a static patch, as icl-patch fit writes it")
+    arguments.add_out(parser, "folder of the model; it is made")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,12 +25,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"expected a folder as --out, for a whole model, got the file {options.out}"
         )
-    common.check_out(options)
-    model, tokenizer, patch = common.load_static(options)
+    arguments.check_out(options)
+    model, tokenizer, patch = inputs.load_static(options)
     _save(options.out, patch.merge(model), tokenizer)
     result = {"folder": str(options.out), "matrices": len(patch.changes), "rank": patch.rank}
-    said = common.front_of(patch, tokenizer)
-    common.print_result(options, result, f"{options.out}: the model with {patch!r}", *said)
+    said = inputs.front_of(patch, tokenizer)
+    output.print_result(options, result, f"{options.out}: the model with {patch!r}", *said)
     return 0
 
 

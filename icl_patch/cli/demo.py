@@ -6,7 +6,7 @@ from operator import itemgetter
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from icl_patch.cli import common
+from icl_patch.cli import arguments, inputs, output, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,16 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " message or, without a chat template, a passage (default: the embedded model on held-out"
         " prompts)"
     )
-    common.add_model(parser, meaning, of_patch=True)
+    arguments.add_model(parser, meaning, of_patch=True)
     parser.add_argument(
         "--prompts",
-        type=common.positive,
+        type=arguments.positive,
         default=20,
         help="held-out prompts of the embedded model to answer and verify (default 20)",
     )
-    common.add_keep_first(parser)
-    common.add_max_new_tokens(parser, 26, "most tokens to verify per prompt")
-    common.add_verbose(parser)
+    arguments.add_keep_first(parser)
+    arguments.add_max_new_tokens(parser, 26, "most tokens to verify per prompt")
+    arguments.add_verbose(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     On a model of the user's the promise is that of the exact update: errors of the closed forms can
     be above the model's noise, as on SmolLM2-135M-Instruct.
     """
-    model, tokenizer = common.load(options)
+    model, tokenizer = inputs.load(options)
     from icl_patch.evaluation import demo, report
 
     name, new, keep_first = options.model, options.max_new_tokens, options.keep_first
@@ -54,10 +54,11 @@ def run(options: argparse.Namespace) -> int:
 
     def show(*shown: Any) -> None:
         if not options.json:
-            common.print_result(options, {}, *shown)
+            output.print_result(options, {}, *shown)
 
     answers = []
-    with common.progress_bar("answering with the context, without it, and patched", options) as bar:
+    title = "answering with the context, without it, and patched"
+    with progress.progress_bar(title, options) as bar:
         for row in demo.answer_each(model, tokenizer, prompts, keep_first):
             answers.append(row)
             bar(len(answers), len(prompts))
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = list({prompt.kind: prompt for prompt in reversed(prompts)}.values())
     chosen = chosen if name else prompts
     verified = []
-    with common.progress_bar("verifying each update and dtype", options) as bar:
+    with progress.progress_bar("verifying each update and dtype", options) as bar:
         for one in demo.verify_grid(model, tokenizer, chosen, new, keep_first):
             verified.append(one)
             bar(len(verified), len(demo.GRID))
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         ),
     }
     tables = report.verify_tables(verified) if options.verbose else []
-    common.print_result(options, result, *tables, *([report.legend(tables)] if tables else []))
+    output.print_result(options, result, *tables, *([report.legend(tables)] if tables else []))
     return 0 if result["passed"] else 1
 
 

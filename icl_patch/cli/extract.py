@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from icl_patch.cli import common
+from icl_patch.cli import arguments, inputs, output, progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,22 +31,22 @@ _OF_MANY = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    common.add_model(parser)
-    source = common.add_prompt(parser)
-    common.add_update(parser)
+    arguments.add_model(parser)
+    source = arguments.add_prompt(parser)
+    arguments.add_update(parser)
     parser.add_argument(
         "--max-new-tokens",
-        type=common.positive,
+        type=arguments.positive,
         metavar="N",
         help="let the model answer with at most N tokens, and patch the answer's tokens too, as"
         " ContextPatcher.ask does (default: the patch is of the question's tokens alone)",
     )
     meaning = "file to write (.safetensors); with --dataset the folder"
-    common.add_out(parser, meaning, metavar="FILE|FOLDER")
+    arguments.add_out(parser, meaning, metavar="FILE|FOLDER")
     many = parser.add_argument_group(
         "data sets", "a patch for every row; the same command goes on with a stopped run"
     )
-    common.add_dataset(many, source)
+    arguments.add_dataset(many, source)
     many.add_argument(
         "--layers", type=_layers, metavar="START:STOP", help="keep these blocks only, from 0"
     )
@@ -62,39 +62,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write norms, ranks and sums of the changes into the index, and no factors",
     )
     many.add_argument(
-        "--batch-size", type=common.positive, metavar="N", help="rows at once (default 16)"
+        "--batch-size", type=arguments.positive, metavar="N", help="rows at once (default 16)"
     )
     many.add_argument(
-        "--batch-tokens", type=common.positive, metavar="N", help="tokens at once (default 8192)"
+        "--batch-tokens", type=arguments.positive, metavar="N", help="tokens at once (default 8192)"
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Compute one patch or many, and save them."""
     if options.dataset is not None:
-        common.refuse(options, _OF_ONE, "with --dataset")
+        arguments.refuse(options, _OF_ONE, "with --dataset")
         return _extract_many(options)
-    common.refuse(options, _OF_MANY, "without --dataset")
-    common.writable(".safetensors")(str(options.out))
+    arguments.refuse(options, _OF_MANY, "without --dataset")
+    arguments.writable(".safetensors")(str(options.out))
     return _extract_one(options)
 
 
 def _extract_one(options: argparse.Namespace) -> int:
-    common.check_question(options)
-    common.check_out(options)
-    tokenizer = common.load_tokenizer(options)
+    inputs.check_question(options)
+    arguments.check_out(options)
+    tokenizer = inputs.load_tokenizer(options)
     import torch
 
     from icl_patch.models.prompts import split_ids
 
-    prompt = common.read_prompt(options, tokenizer)
+    prompt = inputs.read_prompt(options, tokenizer)
     parts = split_ids(tokenizer, prompt)
-    model, _ = common.load(options, tokenizer)
+    model, _ = inputs.load(options, tokenizer)
     ids, kept = (part.to(model.device) for part in parts)
-    with common.attach(options, model, tokenizer) as patcher:
+    with inputs.attach(options, model, tokenizer) as patcher:
         answer = _answer(options, patcher, torch.cat([ids, kept], 1), prompt.chat)
         kept = torch.cat([kept, answer[:, :-1]], 1)  # the last token has no next one
-        with common.stage("computing the patch", options):
+        with progress.stage("computing the patch", options):
             patch = patcher.compute(ids, kept, keep_first=options.keep_first)
             patch.save(options.out)
     text = tokenizer.decode(answer[0], skip_special_tokens=True)
@@ -110,7 +110,7 @@ def _extract_one(options: argparse.Namespace) -> int:
     said = f"answer (its tokens are patched too): {text!r}"
     if not answer.numel():
         said = "of the question alone: --max-new-tokens patches the model's answer too"
-    common.print_result(options, result, f"{options.out}: {patch!r}", said)
+    output.print_result(options, result, f"{options.out}: {patch!r}", said)
     return 0
 
 
@@ -130,18 +130,18 @@ def _answer(
     assert patcher.tokenizer is not None
     arguments = chat_ends(patcher.model, patcher.tokenizer, chat) | switched_off(patcher.model)
     arguments |= {"context_mask": torch.ones_like(ids), "max_new_tokens": options.max_new_tokens}
-    with common.progress_bar("answering", options) as progress:
+    with progress.progress_bar("answering", options) as update:
         found = []
         for step in patcher.generate(ids, mode="two_pass", **arguments):
             found.append(step.token_ids)
-            progress(len(found), options.max_new_tokens)
+            update(len(found), options.max_new_tokens)
     return torch.stack(found, 1)
 
 
 def _extract_many(options: argparse.Namespace) -> int:
     """The patches of a data set; 1 if some rows have none."""
-    torch = common.import_torch()
-    columns = common.dataset_columns(options)
+    torch = progress.import_torch()
+    columns = inputs.dataset_columns(options)
     from icl_patch import scale
 
     contents = scale.Contents(
@@ -159,12 +159,12 @@ def _extract_many(options: argparse.Namespace) -> int:
         if share.rank == 0:
             print(plan, file=sys.stderr)
 
-    tokenizer = common.load_tokenizer(options)
-    common.check_template(tokenizer, columns)
-    model, _ = common.load(options, tokenizer)
+    tokenizer = inputs.load_tokenizer(options)
+    inputs.check_template(tokenizer, columns)
+    model, _ = inputs.load(options, tokenizer)
     quiet = nullcontext(lambda done, total: None)
-    bar = common.progress_bar("extracting", options) if share.rank == 0 else quiet
-    with common.attach(options, model, tokenizer) as patcher, bar as progress:
+    bar = progress.progress_bar("extracting", options) if share.rank == 0 else quiet
+    with inputs.attach(options, model, tokenizer) as patcher, bar as update:
         summary = scale.extract_dataset(
             patcher,
             options.dataset,
@@ -174,7 +174,7 @@ def _extract_many(options: argparse.Namespace) -> int:
             batching=batching,
             share=share,
             on_plan=say,
-            progress=progress,
+            progress=update,
         )
     plan = vars(summary.plan) | {"folder": str(options.out), "bytes": summary.plan.nbytes}
     rejects = None if summary.rejects is None else str(summary.rejects)
@@ -186,7 +186,7 @@ def _extract_many(options: argparse.Namespace) -> int:
         text += f", largest error of a replay {summary.largest_replay_error:.2g} of its logits"
     if summary.rejected:
         text += f"; rows without a patch: {summary.rejected}, for the reasons in {rejects}"
-    common.print_result(options, result, text)
+    output.print_result(options, result, text)
     _await_others(share)
     return 1 if summary.rejected else 0
 
@@ -219,7 +219,7 @@ def _layers(text: str) -> slice:
 def _own_device(device: Any) -> Any:
     """The GPU of this process, if several on a machine are told to use CUDA."""
     local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
-    torch = common.import_torch()
+    torch = progress.import_torch()
     if device is None or device.type != "cuda" or device.index is not None or not local.isdecimal():
         return device
     return torch.device("cuda", int(local) % torch.cuda.device_count())

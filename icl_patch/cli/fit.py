@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from icl_patch.cli import common
+from icl_patch.cli import arguments, inputs, output, progress
 from icl_patch.texts import read_text
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ _ANSWER = ("prompt", "end", "max_new_tokens", "answer")  # in the file of answer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(lines=True)
-    common.add_model(parser)
+    arguments.add_model(parser)
     parser.add_argument(
         "--examples",
-        type=common.existing("a file of examples"),
+        type=arguments.existing("a file of examples"),
         required=True,
         metavar="FILE",
         help='JSON: [{"context": TEXT, "questions": [TEXT, …], "answers": [TEXT, …]}, …]; "system"'
@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--held-out",
-        type=common.existing("a file of examples"),
+        type=arguments.existing("a file of examples"),
         metavar="FILE",
         help="JSON like --examples: questions to measure on (default: some of the examples)",
     )
     parser.add_argument(
         "--preserve",
-        type=common.existing("a file of texts"),
+        type=arguments.existing("a file of texts"),
         metavar="FILE",
         help="JSON: [TEXT, …], texts on which the model is to stay as it is (default: a hundred"
         " texts of many kinds)",
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--end",
-        type=lambda text: common.text(text).replace("\\n", "\n"),
+        type=lambda text: arguments.text(text).replace("\\n", "\n"),
         metavar="TEXT",
         help=r"the token that ends an answer, \n for a line end (default: end of sequence, in a"
         " chat the end of the turn)",
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the matrices that may change (default: mlp)",
     )
     parser.add_argument(
-        "--rank", type=common.positive, default=8, metavar="R", help="of each change (default 8)"
+        "--rank", type=arguments.positive, default=8, metavar="R", help="of each change (default 8)"
     )
     parser.add_argument(
         "--first-block",
@@ -90,41 +90,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a budget of time for the whole fit; the model's own answers are kept in a file"
         " .answers.json next to --out, from which the next fit takes them",
     )
-    parser.add_argument("--steps", type=common.positive, default=60, help="at most (default 60)")
+    parser.add_argument("--steps", type=arguments.positive, default=60, help="at most (default 60)")
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="(default 0.005)")
     parser.add_argument(
         "--start",
-        type=common.existing("a patch file"),
+        type=arguments.existing("a patch file"),
         metavar="FILE",
         help="a patch to start from",
     )
-    common.add_max_new_tokens(parser, 64, "of an answer")
+    arguments.add_max_new_tokens(parser, 64, "of an answer")
     parser.add_argument(
         "--accept-worse",
         action="store_true",
         help="write the patch even if it is worse than none, or moves preserved texts",
     )
-    kind = common.writable(".safetensors")
-    common.add_out(parser, "file to write (.safetensors)", kind, "FILE")
+    kind = arguments.writable(".safetensors")
+    arguments.add_out(parser, "file to write (.safetensors)", kind, "FILE")
 
 
 def run(options: argparse.Namespace) -> int:
     """Fit, report and save."""
-    common.check_out(options)
+    arguments.check_out(options)
     entries = _read_entries(options.examples)
     held_out = [] if options.held_out is None else _read_entries(options.held_out)
     texts = None if options.preserve is None else _read_json(options.preserve, str)
-    tokenizer = common.load_tokenizer(options)
+    tokenizer = inputs.load_tokenizer(options)
     from icl_patch import static
     from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
 
     start = None if options.start is None else static.StaticPatch.load(options.start)
     _check_prompts(options, tokenizer, [*entries, *held_out])
-    model, _ = common.load(options, tokenizer)
+    model, _ = inputs.load(options, tokenizer)
     settings = static.Distillation(
         steps=options.steps, learning_rate=options.learning_rate, seed=options.seed
     )
-    arguments: dict[str, Any] = {
+    optional: dict[str, Any] = {
         "held_out": _examples(options, held_out, model, tokenizer),
         "preserve": None if texts is None else static.documents(model, tokenizer, texts),
         **{name: getattr(options, name) for name in _OF_FIT},
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     examples = _examples(options, entries, model, tokenizer)
     with (
         kept_answers(options, model, tokenizer) as answers,
-        common.progress_bar("fitting", options) as progress,
+        progress.progress_bar("fitting", options) as update,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", StaticPatchWarning)  # the report has them
@@ -144,19 +144,19 @@ def run(options: argparse.Namespace) -> int:
                 distillation=settings,
                 start=start,
                 answers=answers,
-                progress=progress,
-                say=partial(common.say, options),
-                **arguments,
+                progress=update,
+                say=partial(progress.say, options),
+                **optional,
             )
         except HarmfulPatchError as error:
             for note in error.report.warnings:
-                common.say(options, f"warning: {note}")
+                progress.say(options, f"warning: {note}")
             raise
     patch.save(options.out)
     report = patch.report
     assert report is not None
     result = {"file": str(options.out), **vars(patch.info), "rank": patch.rank, **report.to_json()}
-    common.print_result(options, result, f"{options.out}: {patch!r}", str(report))
+    output.print_result(options, result, f"{options.out}: {patch!r}", str(report))
     return 0
 
 
@@ -224,7 +224,7 @@ def kept_answers(
         if not options.force:
             raise
     if answers:
-        common.say(options, f"{file}: {len(answers)} answers of the model, from an earlier fit")
+        progress.say(options, f"{file}: {len(answers)} answers of the model, from an earlier fit")
     known = len(answers)
     try:
         yield answers
@@ -239,7 +239,8 @@ def kept_answers(
             ]
             content = json.dumps({"model": fingerprint, "answers": entries}, indent=1)
             write_atomically(file, [content.encode()])
-            common.say(options, f"{file}: the model's answers, which the next fit takes from there")
+            kept = f"{file}: the model's answers, which the next fit takes from there"
+            progress.say(options, kept)
 
 
 def _read_answers(file: Path, fingerprint: str) -> "Answers":

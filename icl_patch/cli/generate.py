@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from icl_patch.cli import common
+from icl_patch.cli import arguments, inputs, output, progress
 from icl_patch.generation.decode_mode import MODES
 
 if TYPE_CHECKING:
@@ -18,16 +18,16 @@ _OF_STEPS: dict[str, Any] = {"update": "exact", "keep_first": 0, "mode": "auto",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    common.add_model(parser)
-    common.add_prompt(parser, "as for verify")
-    common.add_update(parser)
-    common.add_patch(
+    arguments.add_model(parser)
+    arguments.add_prompt(parser, "as for verify")
+    arguments.add_update(parser)
+    arguments.add_patch(
         parser,
         required=False,
         meaning="generate after the prompt with this static patch instead, as icl-patch fit writes"
         " it",
     )
-    common.add_max_new_tokens(parser, 50, "at most N tokens")
+    arguments.add_max_new_tokens(parser, 50, "at most N tokens")
     parser.add_argument(
         "--mode",
         choices=MODES,
@@ -54,15 +54,15 @@ def run(options: argparse.Namespace) -> int:
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature: without it, decoding is greedy")
     if options.patch is not None:
-        common.refuse(options, tuple(_OF_STEPS), "with --patch")
+        arguments.refuse(options, tuple(_OF_STEPS), "with --patch")
         return _with_patch(options)
     for name, default in _OF_STEPS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
-    prompt = common.prompt_text(options)
-    tokenizer = common.load_tokenizer(options)
-    common.check_chat(options, tokenizer)
-    model, _ = common.load(options, tokenizer)
+    prompt = inputs.prompt_text(options)
+    tokenizer = inputs.load_tokenizer(options)
+    inputs.check_chat(options, tokenizer)
+    model, _ = inputs.load(options, tokenizer)
     from icl_patch.cli.stream import PrintedText
     from icl_patch.evaluation.loading import default_context, encode_inputs
 
@@ -70,9 +70,9 @@ def run(options: argparse.Namespace) -> int:
     ids, mask, _ = encode_inputs(model, tokenizer, prompt, options.chat, options.system)
     mode, token_ids = "", []
     streamer: Any = PrintedText(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    bar: Any = common.progress_bar("generating", options) if options.json else nullcontext()
-    with common.attach(options, model, tokenizer) as patcher:
-        with common.stage("reading the context", options):
+    bar: Any = progress.progress_bar("generating", options) if options.json else nullcontext()
+    with inputs.attach(options, model, tokenizer) as patcher:
+        with progress.stage("reading the context", options):
             coming = patcher.generate(
                 ids,
                 context_mask=mask,
@@ -83,12 +83,12 @@ def run(options: argparse.Namespace) -> int:
                 compile=options.compile or "auto",
                 **_choices(options, model, tokenizer),
             )
-        with bar as progress:
+        with bar as update:
             for step in coming:
                 mode = step.mode
                 token_ids.append(int(step.token_ids[0]))
-                if progress is not None:
-                    progress(len(token_ids), options.max_new_tokens)
+                if update is not None:
+                    update(len(token_ids), options.max_new_tokens)
     result: dict[str, Any] = {
         "model": str(model.config.name_or_path),
         "update": options.update,
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         "token_ids": token_ids,
         "text": tokenizer.decode(token_ids, skip_special_tokens=True),
     }
-    common.print_result(options, result)
+    output.print_result(options, result)
     return 0
 
 
@@ -114,10 +114,10 @@ def _choices(
 
 def _with_patch(options: argparse.Namespace) -> int:
     """Generate with a static patch."""
-    prompt = common.prompt_text(options)
+    prompt = inputs.prompt_text(options)
     if prompt is None:
         raise ValueError("expected --context or --question with --patch")
-    tokenizer = common.load_tokenizer(options)
+    tokenizer = inputs.load_tokenizer(options)
     import torch
 
     from icl_patch.evaluation.loading import encode_contexts
@@ -125,7 +125,7 @@ def _with_patch(options: argparse.Namespace) -> int:
     from icl_patch.models.model_checks import require_finite
 
     ids, _ = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
-    model, _, patch = common.load_static(options, tokenizer)
+    model, _, patch = inputs.load_static(options, tokenizer)
     front, in_chat = patch.info.front, options.chat or options.system is not None
     if front and not in_chat and int(ids[0, 0]) != front[0]:
         ids = torch.cat([torch.tensor([front], dtype=ids.dtype), ids], 1)
@@ -146,5 +146,5 @@ def _with_patch(options: argparse.Namespace) -> int:
     token_ids = out.sequences[0, ids.shape[1] :].tolist()
     text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
     result = {"patch": str(options.patch), "token_ids": token_ids, "text": text}
-    common.print_result(options, result, text)
+    output.print_result(options, result, text)
     return 0

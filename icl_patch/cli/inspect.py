@@ -5,7 +5,7 @@ from collections import defaultdict
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from icl_patch.cli import common
+from icl_patch.cli import arguments, inputs, output, progress
 
 if TYPE_CHECKING:
     from icl_patch.patch.context_patch import ContextPatch
@@ -21,15 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "local folder, hub id, or 'embedded': check that the patch fits it, and show it as text"
         " (default: no check)"
     )
-    common.add_model(parser, meaning, of_patch=True)
-    common.add_patch(parser, meaning="as icl-patch extract or fit writes it")
+    arguments.add_model(parser, meaning, of_patch=True)
+    arguments.add_patch(parser, meaning="as icl-patch extract or fit writes it")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the file's entries and the size of its changes, and check them against MODEL."""
     if options.model is None and (options.revision, options.device) != (None, None):
         raise ValueError("expected MODEL with --revision or --device, got none")
-    with common.stage("importing torch and transformers", options):
+    with progress.stage("importing torch and transformers", options):
         from icl_patch.evaluation.report import table
         from icl_patch.patch.context_patch import ContextPatch
         from icl_patch.patch.serialization import read_file
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     title = "Size of the change, mean over tokens: ‖ΔW‖, ‖Δm‖"
     rows = [[layer, *sizes] for layer, sizes in enumerate(zip(*norms.values(), strict=True))]
     ids = {name: getattr(patch, name).tolist() for name in ("kept_ids", "prefix_ids")}
-    common.print_result(
+    output.print_result(
         options,
         {**entries, **ids, "norms": norms},
         table(
@@ -71,13 +71,13 @@ def _static(options: argparse.Namespace) -> int:
 
     patch = StaticPatch.load(options.patch)
     if options.model is not None:
-        common.use_patch(options, patch.info)
-        patch.check_model(common.load(options)[0])
+        inputs.use_patch(options, patch.info)
+        patch.check_model(inputs.load(options)[0])
     norms = {path: float(change.norm()) for path, change in patch.changes.items()}
     entries: dict[str, Any] = {"file": str(options.patch), "kind": "static", **vars(patch.info)}
     entries |= {"rank": patch.rank, "bytes": patch.nbytes}
     report = patch.report
-    common.print_result(
+    output.print_result(
         options,
         {**entries, "norms": norms, "report": None if report is None else report.to_json()},
         table(str(options.patch), ["entry", "value"], list(entries.items())),
@@ -114,8 +114,8 @@ def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:
     from icl_patch.patch.fingerprints import tokenizer_fingerprint
 
     if options.model is not None:
-        common.use_patch(options, patch.info)
-        model, tokenizer = common.load(options)
+        inputs.use_patch(options, patch.info)
+        model, tokenizer = inputs.load(options)
         patch.fitted_to(model, tokenizer)
         return tokenizer
     where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model

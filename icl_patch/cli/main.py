@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from icl_patch._version import __version__
 from icl_patch.cli import (
     apply,
-    common,
+    arguments,
     demo,
     export,
     extract,
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=command.HELP, description=f"{command.HELP[0].upper()}{command.HELP[1:]}."
         )
-        common.add_json(subparser)
+        arguments.add_json(subparser)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from icl_patch.cli import common
+from icl_patch.cli import arguments, inputs, output, progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,24 +18,24 @@ HELP = "run the kept tokens of a patch file with their changed weights, without 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    common.add_model(parser, of_patch=True)
-    common.add_patch(parser, meaning="as icl-patch extract writes it")
+    arguments.add_model(parser, of_patch=True)
+    arguments.add_patch(parser, meaning="as icl-patch extract writes it")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print which token follows each kept token: without its context, and with its patch too."""
-    with common.stage("importing torch and transformers", options):
+    with progress.stage("importing torch and transformers", options):
         from icl_patch.evaluation.report import table, without_context
         from icl_patch.patch.context_patch import ContextPatch
         from icl_patch.patcher import ContextPatcher
 
     patch = ContextPatch.load(options.patch)
-    common.use_patch(options, patch.info)
-    model, tokenizer = common.load(options)
+    inputs.use_patch(options, patch.info)
+    model, tokenizer = inputs.load(options)
     patch = patch.fitted_to(model, tokenizer)
     without = _next_without_context(model, patch)
     with (
-        common.stage("attaching and replaying", options),
+        progress.stage("attaching and replaying", options),
         ContextPatcher(model, patch.info.update, tokenizer=tokenizer) as patcher,
     ):
         following = patcher.forward(patch.kept_ids, patch).argmax(-1)
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         )
         for number, (front, *columns) in enumerate(row.values() for row in rows)
     ]
-    common.print_result(options, {"patch": str(options.patch), "rows": rows}, *shown)
+    output.print_result(options, {"patch": str(options.patch), "rows": rows}, *shown)
     return 0
 
 

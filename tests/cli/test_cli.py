@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, T5Config, ViTConfig
 
 from icl_patch import ContextPatch, ContextPatcher, embedded
 from icl_patch.bench.commands import tune
-from icl_patch.cli import common
+from icl_patch.cli import arguments
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import demo, report
 from icl_patch.evaluation.verify import verify
@@ -241,7 +241,7 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
 
 def test_options_offer_what_the_package_takes() -> None:
     """The command line lists them without importing torch."""
-    assert common.UPDATES == UPDATES
+    assert arguments.UPDATES == UPDATES
 
 
 def test_output_survives_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:

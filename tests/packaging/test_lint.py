@@ -29,7 +29,7 @@ UPWARD = {
         "from icl_patch.models import block_detection",
         "icl_patch.models.block_detection",
     ),
-    "icl_patch/cli/common.py": ("import icl_patch.bench", "icl_patch.bench"),
+    "icl_patch/cli/arguments.py": ("import icl_patch.bench", "icl_patch.bench"),
     "icl_patch/static/fit.py": ("from tools import measure", "tools.measure"),
 }
 
