@@ -1,6 +1,6 @@
 // The CPU driver of the RMSNorm inversion, compiled once per instruction set. All of them
 // use vectors of eight doubles, so that every sum has the same tree and every result the same bits.
-#include "common/rmsnorm_inverse.h"
+#include "common/stable_update.h"
 
 #include <algorithm>
 #include <memory>

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/rmsnorm_inverse.h"
+#include "common/stable_update.h"
 #include "cuda/driver.h"
 #include "cuda/norm_recording.cuh"
 

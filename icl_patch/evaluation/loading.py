@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,9 +16,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation import embedded
 from icl_patch.layers.device_hooks import input_device
+from icl_patch.models.model_checks import check_config
 from icl_patch.models.prompts import chat_text, encode, padded
 
 MARS_PROMPT = (
@@ -98,11 +97,7 @@ def _check_loadable(model: str | Path, revision: str) -> None:
             "expected a folder with a model, as save_pretrained writes it, or a hub id, got"
             f" {model}: {error}"
         ) from error
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(
-            f"expected a causal language model (decoder only, as Llama or Gemma), got {model} of"
-            f" type {config.model_type!r}: choose another model"
-        )
+    check_config(config, model)
 
 
 def encode_contexts(

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    Cache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from icl_patch import metrics
 from icl_patch._version import __version__
@@ -55,6 +60,17 @@ def untested_version() -> str:
 def _numbers(version: str) -> tuple[int, ...]:
     """(major, minor) of a version."""
     return tuple(int(part) for part in version.split(".")[:2])
+
+
+def check_config(config: Any, name: object) -> None:
+    """Raises UnsupportedModelError unless a configuration, that of the model ``name``, is a causal
+    language model's. Its weights need not be loaded for this.
+    """
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(
+            f"expected a causal language model (decoder only, as Llama or Gemma), got {name} of"
+            f" type {config.model_type!r}: choose another model"
+        )
 
 
 def check_language_model(model: object) -> None:

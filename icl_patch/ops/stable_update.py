@@ -1,7 +1,7 @@
 """The formula of the stable update: how the norm behind the MLP and its scale change. And that
 norm for both streams of a recording.
 
-The native library computes the update in csrc/common/rmsnorm_inverse.h.
+The native library computes the update in csrc/common/stable_update.h.
 """
 
 from dataclasses import dataclass

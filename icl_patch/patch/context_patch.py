@@ -25,7 +25,7 @@ ids, masks, positions and slots as lists.
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.atomic_file import write_atomically
 from icl_patch.errors import FingerprintMismatch, PatchFormatError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT
 from icl_patch.layers.device_hooks import input_device
@@ -44,11 +43,9 @@ from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.patch.serialization import (
     TOKEN_TENSORS,
     PatchInfo,
-    check_finite,
     check_fit,
-    digest_tensors,
-    file_parts,
     read_patch,
+    write_patch,
 )
 from icl_patch.texts import check_path
 
@@ -314,20 +311,7 @@ class ContextPatch:
         """
         check_path(path)
         self._check_weights()
-        indexed = zip(self.layer_indices, self.layers, strict=True)
-        tensors = {
-            f"layers.{i}.{name}": x.contiguous().cpu()
-            for i, layer in indexed
-            for name, x in layer.items()
-        }
-        check_finite(tensors)
-        tensors |= digest_tensors(self.replay_digest)
-        header: dict[str, Any] = {**asdict(self.info), "layers": list(self.layer_indices)}
-        header["blocks"] = [
-            {"path": block.path, "form": block.spec.to_json()} for block in self.blocks
-        ]
-        header |= {name: getattr(self, name).tolist() for name in TOKEN_TENSORS}
-        write_atomically(path, file_parts(header, tensors))
+        write_patch(path, self)
 
     def _check_weights(self) -> None:
         check = None if self.weights is None else self.weights.check()

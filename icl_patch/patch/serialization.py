@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from icl_patch.atomic_file import write_atomically
 from icl_patch.errors import PatchFormatError
 from icl_patch.invariance.arithmetic import ARITHMETICS, NATIVE
 from icl_patch.models.block_spec import Block, BlockSpec
@@ -161,7 +162,28 @@ def _digest(before: memoryview, after: memoryview) -> str:
     return digest.hexdigest()
 
 
-# -- the header: the digest proves that it is as it was written; another version may have written it
+# -- a patch's file: the digest proves that it is as it was written, maybe by another version
+
+
+def write_patch(path: str | os.PathLike[str], patch: "ContextPatch") -> None:
+    """Write a patch's file, whole or not at all; :func:`read_patch` reads it.
+
+    Raises:
+        PatchFormatError: a factor is not finite.
+        OSError: the file cannot be written.
+    """
+    indexed = zip(patch.layer_indices, patch.layers, strict=True)
+    tensors = {
+        f"layers.{i}.{name}": x.contiguous().cpu()
+        for i, layer in indexed
+        for name, x in layer.items()
+    }
+    check_finite(tensors)
+    tensors |= digest_tensors(patch.replay_digest)
+    blocks = [{"path": block.path, "form": block.spec.to_json()} for block in patch.blocks]
+    header = {**asdict(patch.info), "layers": list(patch.layer_indices), "blocks": blocks}
+    header |= {name: getattr(patch, name).tolist() for name in TOKEN_TENSORS}
+    write_atomically(path, file_parts(header, tensors))
 
 
 def read_patch(path: str | os.PathLike[str]) -> dict[str, Any]:
