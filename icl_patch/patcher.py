@@ -409,8 +409,8 @@ class ContextPatcher:
         At each step the patch absorbs everything before the current token. The first current token
         is the last one of the context. Tokens are chosen and rows end as in ``model.generate``: the
         model's generation configuration applies, and logits processors and stopping criteria are
-        transformers' own. A row that has ended is padded while others continue. The iterator ends
-        with the last row.
+        transformers' own. A row that has ended is padded while others continue; without an
+        end-of-sequence token it continues, too, as there. The iterator ends with the last row.
 
         Args:
             context_ids: (B, C) int64, left-padded.

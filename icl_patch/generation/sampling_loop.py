@@ -48,7 +48,8 @@ class GenerationStep:
     """One generated token of every row.
 
     Attributes:
-        token_ids: (B,); a row that had ended before has the padding id.
+        token_ids: (B,); a row that had ended before has the padding id, or if the model has no
+            end-of-sequence token, its next token.
         logits: (B, V) that were chosen from, in the model's dtype; scores: the same in fp32 after
             the logits processors.
         live: (B,) bool, the rows that had not ended before this step; ended: those that have after
@@ -281,7 +282,8 @@ def _loop(
                 token_ids, result.logits, scores, live, ended, state.mode.value, result.make_patch
             )
             live = ~ended
-            state.live = live.unsqueeze(1)
+            if ends:  # else transformers goes on with rows that have ended, and so do we
+                state.live = live.unsqueeze(1)
     finally:
         if release is not None:
             release()

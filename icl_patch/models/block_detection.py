@@ -23,6 +23,7 @@ from icl_patch.models.language_model import layers_of
 from icl_patch.models.model_checks import (
     above_range,
     check_block_devices,
+    check_distinct,
     check_language_model,
     check_not_shared,
 )
@@ -73,6 +74,7 @@ def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = Non
         if path in unseen and len(unseen) < len(traces):
             continue
         blocks.append(Block(path, _Reading(traces[path]).spec()))
+        check_distinct(model, blocks[-1])
     return blocks
 
 

@@ -20,7 +20,8 @@ from transformers import (
 from icl_patch import metrics
 from icl_patch._version import __version__
 from icl_patch.errors import NonFiniteError, UnsupportedModelError
-from icl_patch.layers.device_hooks import device_of, offloaded
+from icl_patch.layers.device_hooks import device_of, input_device, offloaded
+from icl_patch.models.block_spec import Block
 from icl_patch.models.forward import cache_in, drafts_for_another, takes_cache
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.language_model import layers_of, vocabulary
@@ -33,6 +34,8 @@ from icl_patch.tolerances import rounding_limit
 
 # The oldest and the newest version of transformers that the tests run with.
 TESTED = "5.17", "5.24"
+_NO_HEAD = "expected a causal language model with a head over its vocabulary"
+_ANOTHER = ": load it with AutoModelForCausalLM, or choose another model"
 
 
 def check_eval(modules: Iterable[nn.Module]) -> None:
@@ -67,10 +70,14 @@ def check_config(config: Any, name: object) -> None:
     language model's. Its weights need not be loaded for this.
     """
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(
-            f"expected a causal language model (decoder only, as Llama or Gemma), got {name} of"
-            f" type {config.model_type!r}: choose another model"
-        )
+        raise UnsupportedModelError(_not_decoder_only(name, config.model_type))
+
+
+def _not_decoder_only(name: object, kind: str | None) -> str:
+    return (
+        f"expected a causal language model (decoder only, as Llama or Gemma), got {name} of type"
+        f" {kind!r}: choose another model"
+    )
 
 
 def check_language_model(model: object) -> None:
@@ -78,45 +85,68 @@ def check_language_model(model: object) -> None:
     its vocabulary.
     """
     check_unwrapped(model)
-    if not isinstance(model, PreTrainedModel) or not _has_head(model):
-        kind = getattr(getattr(model, "config", None), "model_type", None)
+    name, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{_NO_HEAD}; got {name} of type {kind!r}{_ANOTHER}")
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(_not_decoder_only(name, kind))
+    _check_head(model)
+    if not model.config.return_dict:
         raise UnsupportedModelError(
-            f"expected a causal language model with a head over its vocabulary; got"
-            f" {type(model).__name__} of type {kind!r}: load it with AutoModelForCausalLM, or"
-            " choose another model"
+            f"expected {name} with config.return_dict = True, got False: set it"
         )
     _check_in_memory(model)
     _check_kept_weights(model)
     if not takes_cache(model):
         raise UnsupportedModelError(
-            f"expected a model with a cache, {type(model).__name__} has none: a replay starts from"
-            " a cache of the tokens that stay. Choose a causal language model with a cache"
-            f" (encoders, such as DistilBERT, have none){untested_version()}"
+            f"expected a model with a cache, {name} has none: a replay starts from a cache of the"
+            " tokens that stay. Choose a causal language model with a cache (encoders, such as"
+            f" DistilBERT, have none){untested_version()}"
         )
     if drafts_for_another(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} drafts tokens for another model. It reads the hidden states"
-            " and the cache of that model, and no token ids: attach to that model"
+            f"{name} drafts tokens for another model. It reads the hidden states and the cache of"
+            " that model, and no token ids: attach to that model"
         )
 
 
 def check_unwrapped(model: object) -> None:
-    """Raises UnsupportedModelError for a wrapper around a model, or one that is compiled."""
-    name, cure = type(model).__name__, ""
+    """Raises UnsupportedModelError for a wrapper around a model, or one that is compiled as a whole
+    or in parts.
+    """
+    name, cure = type(model).__name__, None
     steps = ". Decode steps are compiled by generate(compile=True)"
     if hasattr(model, "_orig_mod"):
         cure = f"the model that torch.compile was given, model._orig_mod; got {name}{steps}"
     elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        cure = (
-            "model.get_base_model(), in which LoRA adapters stay in effect, or"
-            f" model.merge_and_unload(); got {name}"
-        )
-    elif getattr(model, "_compiled_call_impl", None) is not None:
-        cure = (
-            f"a model that is not compiled, loaded again; got {name} after model.compile(){steps}"
-        )
-    if cure:
+        cure = _without_peft(model)
+    elif not isinstance(model, PreTrainedModel):
+        parts = ("module", "model")  # of DataParallel and its relatives, and of pipelines
+        held = [x for x in parts if isinstance(getattr(model, x, None), PreTrainedModel)]
+        cure = f"the model within {name}, its attribute {held[0]}" if held else None
+    elif compiled := [path for path, part in model.named_modules() if _is_compiled(part)]:
+        part = f"with {compiled[0]} compiled" if compiled[0] else "after model.compile()"
+        cure = f"a model that is not compiled, loaded again; got {name} {part}{steps}"
+    if cure is not None:
         raise UnsupportedModelError(f"expected {cure}")
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    return part._compiled_call_impl is not None or "_orig_mod" in part._modules
+
+
+def _without_peft(model: Any) -> str:
+    """What to attach to in place of a model of PEFT's."""
+    name = type(model).__name__
+    kinds = [x for x in model.peft_config.values() if getattr(x, "is_prompt_learning", False)]
+    if kinds:
+        return (
+            f"a model without a learned prompt, got {name} with {kinds[0].peft_type.value}: virtual"
+            " tokens are no weights of the model. model.get_base_model() is the model without them"
+        )
+    merged = getattr(getattr(model, "base_model", model), "merge_and_unload", None)
+    other = "" if merged is None else ", or model.merge_and_unload()"
+    return f"model.get_base_model(), in which adapters stay in effect{other}; got {name}"
 
 
 def _check_in_memory(model: PreTrainedModel) -> None:
@@ -150,11 +180,15 @@ def _check_kept_weights(model: PreTrainedModel) -> None:
             )
 
 
-def _has_head(model: PreTrainedModel) -> bool:
-    """Whether the model ends in logits over its vocabulary."""
-    head = model.get_output_embeddings()
-    return head is not None and (
-        is_elsewhere(head) or getattr(head, "out_features", None) == vocabulary(model)
+def _check_head(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError unless the model ends in logits over its vocabulary."""
+    head, size = model.get_output_embeddings(), vocabulary(model)
+    width = getattr(head, "out_features", None)
+    if head is not None and (is_elsewhere(head) or width == size):
+        return
+    cure = f" and {width} logits, not {size}: set config.vocab_size" if width else _ANOTHER
+    raise UnsupportedModelError(
+        f"{_NO_HEAD}; got {type(model).__name__} of type {model.config.model_type!r}{cure}"
     )
 
 
@@ -224,6 +258,18 @@ def check_not_shared(layers: dict[str, nn.Module]) -> None:
                 raise UnsupportedModelError(
                     f"{place} is the same module as {other}: a patch of one would change the other"
                 )
+
+
+def check_distinct(model: nn.Module, block: Block) -> None:
+    """Raises UnsupportedModelError if two parts of a block that a patch changes are one module."""
+    places = [*map(block.path_of, block.spec.patched)]
+    modules = [*map(model.get_submodule, places)]
+    for place, module in zip(places, modules, strict=True):
+        if modules.count(module) > 1:
+            raise UnsupportedModelError(
+                f"{place} is one module in two places of its block, of which each needs a patch of"
+                " its own: put a copy in one of them"
+            )
 
 
 def above_range(model: nn.Module, path: str, output: Tensor) -> str | None:
@@ -315,6 +361,8 @@ def _reason(
         f"{name} fails on the tokens that attaching tries, two rows in several calls over a"
         f" {type(new_cache(model)).__name__}: {' '.join(str(error).split())}"
     )
+    if torch.is_autocast_enabled(input_device(model).type):
+        raw += ". It was tried without autocast: give all parameters one dtype"
     ids = trial_tokens(model, 6, 2, tokenizer)
     try:
         output = model(ids, use_cache=True)
@@ -322,6 +370,12 @@ def _reason(
     except Exception:  # the first error says more
         return refusal or f"{raw} (it fails on token ids alone: choose a model that needs no more)"
     logits, cache = output.logits, cache_in(output)
+    training = [path for path, module in model.named_modules() if module.training]
+    if training and not torch.equal(logits, model(ids).logits):
+        return (
+            f"expected a model in eval mode, got {name} with {training[0]} in training, which gives"
+            " other logits at every call: call model.eval()"
+        )
     changed = (other - logits)[:, :-1].abs().max()
     if changed > rounding_limit(logits.dtype) * logits.abs().max():
         return (

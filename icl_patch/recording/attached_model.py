@@ -84,6 +84,11 @@ class _Known:
     weights: WatchedWeights
     takes_padding: dict[HookIds, bool]
 
+    def hash_differs(self) -> bool:
+        """Whether weights have changed, also where torch does not count it."""
+        check = self.weights.check()
+        return check is None or check.changed
+
 
 _known: "weakref.WeakKeyDictionary[PreTrainedModel, _Known]" = weakref.WeakKeyDictionary()
 
@@ -204,7 +209,7 @@ class AttachedModel:
 
     def _attach(self, state: tuple[Any, ...] | None) -> None:
         known = _known.get(self.model)
-        changed = known is None or known.state != state
+        changed = known is None or known.state != state or known.hash_differs()
         changed = self.ranks.any(changed)  # all ranks try the model, or none
         if self.ranks.size > 1:
             config = self.model.config.to_json_string(use_diff=False)

@@ -197,6 +197,19 @@ def test_stop_strings_end_rows_as_in_transformers(both: Any) -> None:
         assert len(list(patcher.generate(IDS, **cure))) == 6
 
 
+@pytest.mark.parametrize("mode", ["auto", "two_pass"])
+def test_rows_end_without_an_end_of_sequence_token(both: Any, mode: str) -> None:
+    """transformers goes on with them."""
+    patcher, twin = both
+    patcher.model.generation_config = twin.generation_config = GenerationConfig()
+    ends: Any = StoppingCriteriaList([lambda ids, _scores, **_: ids[:, -1] % 3 == 0])
+    arguments: dict[str, Any] = {"max_new_tokens": 9, "stopping_criteria": ends}
+    expected = twin.generate(IDS, attention_mask=torch.ones_like(IDS), **arguments)
+    steps = [*patcher.generate(IDS, mode=mode, **arguments)]
+    assert torch.equal(tokens_of(steps), expected[:, IDS.shape[1] :])
+    assert any(0 < int(step.live.sum()) < len(IDS) for step in steps)
+
+
 OUTPUTS = ["output_hidden_states", "output_attentions", "output_router_logits"]
 
 

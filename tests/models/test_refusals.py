@@ -1,9 +1,11 @@
 """What a patcher refuses, and that everything still works afterwards."""
 
+import copy
 import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +41,36 @@ def test_a_llama_without_a_language_model_head_is_refused(
     refuses(getattr(transformers, kind)(config).eval(), kind)
 
 
+def test_models_that_are_no_causal_language_models_are_refused() -> None:
+    small = {"d_model": 32, "vocab_size": 97, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    bart = transformers.BartConfig(**small, **heads, encoder_layers=2, decoder_layers=2)
+    refuses(
+        transformers.BartForConditionalGeneration(bart).eval(),
+        r"\(decoder only, as Llama or Gemma\), got BartForConditionalGeneration of type 'bart'",
+    )
+    for name, value, message in (
+        ("vocab_size", 90, r"LlamaForCausalLM .* and \d+ logits, not 90: set config\.vocab_size"),
+        (
+            "return_dict",
+            False,
+            "LlamaForCausalLM with config.return_dict = True, got False: set it",
+        ),
+    ):
+        model = build("llama")
+        setattr(model.config, name, value)
+        refuses(model, message)
+
+
+def test_one_module_in_two_places_of_a_block_is_refused() -> None:
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = mlp.gate_proj
+    refuses(model, r"layers\.1\.mlp\.gate_proj is one module in two places .*put a copy in one")
+    mlp.up_proj = copy.deepcopy(mlp.gate_proj)
+    ContextPatcher(model).detach()
+
+
 def test_attention_without_a_mask_is_refused() -> None:
     model = build("llama")
     for implementation in ("flash_attention_2", "flex_attention", "paged|sdpa"):
@@ -53,7 +85,19 @@ def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
     refuses(torch.compile(model), r"expected .* model\._orig_mod; got Optimized")
     adapted: Any = nn.Sequential(model)
     adapted.peft_config, adapted.get_base_model = {}, lambda: model  # as peft wraps a model
+    refuses(adapted, r"get_base_model\(\), in which adapters stay in effect; got Sequential$")
+    adapted.merge_and_unload = lambda: model
     refuses(adapted, r"merge_and_unload\(\); got Sequential$")
+    prompt = SimpleNamespace(is_prompt_learning=True, peft_type=SimpleNamespace(value="PREFIX"))
+    adapted.peft_config["default"] = prompt
+    refuses(adapted, "without a learned prompt, got Sequential with PREFIX: ")
+    refuses(nn.DataParallel(model), "expected the model within DataParallel, its attribute module")
+    part = build("llama")
+    part.model.layers[1].mlp.compile()
+    refuses(part, r"LlamaForCausalLM with model\.layers\.1\.mlp compiled")
+    part = build("llama")
+    part.model = torch.compile(part.model)
+    refuses(part, "LlamaForCausalLM with model compiled")
     message = r"a model that is not compiled, .* got LlamaForCausalLM after model\.compile\(\)"
     with ContextPatcher(model) as patcher:
         model.compile()
@@ -133,6 +177,12 @@ def test_training_is_refused() -> None:
                 call()
             model.eval()
         works(patcher)
+    gpt2 = shallow("gpt2")
+    gpt2.transformer.h.train()
+    for dropout in (part for part in gpt2.modules() if isinstance(part, nn.Dropout)):
+        dropout.train().p = 0.5
+    refuses(gpt2, r"in eval mode, got GPT2LMHeadModel with transformer\.\S+ in training")
+    ContextPatcher(gpt2.eval()).detach()
 
 
 class Bent(LlamaDecoderLayer):

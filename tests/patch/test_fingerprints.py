@@ -205,6 +205,18 @@ def test_check_weights_finds_them_too() -> None:
         assert first.fingerprint == old.info.fingerprint != second.fingerprint == third.fingerprint
 
 
+def test_attaching_again_finds_them_too(tmp_path: Path) -> None:
+    model = build("llama")
+    with ContextPatcher(model) as patcher:
+        old = patcher.compute(IDS, KEPT)
+    change(model, "model.layers.0.mlp.up_proj.weight", ".data")
+    with ContextPatcher(model) as patcher:
+        assert patcher.fingerprint == weight_fingerprint(model) != old.info.fingerprint
+        patcher.compute(IDS, KEPT).save(tmp_path / "p.safetensors")
+        with pytest.raises(FingerprintMismatch):
+            patcher.forward(KEPT, old)
+
+
 @pytest.fixture
 def hashes(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were hashed, in order."""
