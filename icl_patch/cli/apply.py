@@ -10,6 +10,8 @@ from typing import Any
 from icl_patch.cli import arguments, inputs, output
 
 HELP = "write the model with a static patch in its weights"
+# the files of an earlier model that would be loaded with the new one's
+_STALE = ("model*.safetensors", "*.index.json", "pytorch_model*.bin", "*chat_template*")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
             f"expected a folder as --out, for a whole model, got the file {options.out}"
         )
     arguments.check_out(options)
+    arguments.check_apart(options, "adapter_config.json", "a LoRA")
     model, tokenizer, patch = inputs.load_static(options)
     _save(options.out, patch.merge(model), tokenizer)
     result = {"folder": str(options.out), "matrices": len(patch.changes), "rank": patch.rank}
@@ -35,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _save(folder: Path, *parts: Any) -> None:
-    """Write model and tokenizer to a folder. It gets its files when all of them are written.
+    """Write model and tokenizer to a folder. It gets its files when all of them are written; those
+    of an earlier model go.
 
     Raises:
         OSError: there is no room, or the folder cannot be written.
@@ -50,4 +54,8 @@ def _save(folder: Path, *parts: Any) -> None:
                 part.save_pretrained(written)
         except SafetensorError as error:
             raise OSError(f"the model cannot be written to {folder}: {error}") from error
+        names = {path.name for path in written.iterdir()}
         shutil.copytree(written, folder, copy_function=os.replace, dirs_exist_ok=True)
+    for path in {path for pattern in _STALE for path in folder.glob(pattern)}:
+        if path.name not in names:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -61,6 +61,17 @@ def check_out(options: argparse.Namespace) -> None:
         )
 
 
+def check_apart(options: argparse.Namespace, foreign: str, what: str) -> None:
+    """Raises ValueError if the folder ``--out`` has the file ``foreign``: ``what``, which
+    transformers would load together with the result.
+    """
+    if (options.out / foreign).exists():
+        raise ValueError(
+            f"expected another --out than {options.out}, which holds {what} ({foreign}):"
+            " transformers would load both, and change the weights twice"
+        )
+
+
 def add_patch(parser: argparse.ArgumentParser, *, required: bool = True, meaning: str) -> None:
     """Add ``--patch``."""
     parser.add_argument(

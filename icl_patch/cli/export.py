@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check the patch against the model and write the folder."""
     arguments.check_out(options)
+    arguments.check_apart(options, "config.json", "a model")
     model, tokenizer, patch = inputs.load_static(options)
     rank = patch.to_peft(options.out, model)
     result = {"folder": str(options.out), "kind": "static", "rank": rank}

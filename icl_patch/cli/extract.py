@@ -209,7 +209,8 @@ def _layers(text: str) -> slice:
     """``4``, ``4:8``, ``:8`` or ``::2`` as a slice."""
     try:
         parts = [int(part) if part else None for part in text.split(":")]
-        return slice(parts[0], int(text) + 1) if len(parts) == 1 else slice(*parts)
+        one = len(parts) == 1
+        return slice(int(text), int(text) + 1 or None) if one else slice(*parts)
     except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(
             f"expected blocks as START:STOP, such as 4:8, or one number, got {text!r}"

@@ -46,14 +46,15 @@ def run(options: argparse.Namespace) -> int:
         **_texts(patch, tokenizer),
     }
     norms = {
-        name: size.double().flatten(1).mean(1).tolist() for name, size in patch.norms().items()
+        name: size.double()[:, patch.kept_mask].mean(1).tolist()
+        for name, size in patch.norms().items()
     }
     title = "Size of the change, mean over tokens: ‖ΔW‖, ‖Δm‖"
-    rows = [[layer, *sizes] for layer, sizes in enumerate(zip(*norms.values(), strict=True))]
+    rows = [[*row] for row in zip(patch.layer_indices, *norms.values(), strict=True)]
     ids = {name: getattr(patch, name).tolist() for name in ("kept_ids", "prefix_ids")}
     output.print_result(
         options,
-        {**entries, **ids, "norms": norms},
+        {**entries, **ids, "layer_indices": list(patch.layer_indices), "norms": norms},
         table(
             str(options.patch),
             ["entry", "value"],

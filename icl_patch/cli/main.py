@@ -155,4 +155,10 @@ def _parser() -> argparse.ArgumentParser:
 def _commands() -> dict[str, ModuleType]:
     own = (demo, verify, generate, extract, inspect, replay, report, fit, apply, export)
     commands = {command.__name__.rpartition(".")[2]: command for command in own}
-    return commands | {entry.name: entry.load() for entry in entry_points(group=COMMANDS)}
+    for entry in entry_points(group=COMMANDS):
+        try:
+            commands[entry.name] = entry.load()
+        except Exception as error:  # of another package, without which the other commands work
+            reason = f"{type(error).__name__}: {error}"
+            print(f"icl-patch: no command {entry.name} ({entry.value}): {reason}", file=sys.stderr)
+    return commands

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,18 @@ def test_options_offer_what_the_package_takes() -> None:
     assert arguments.UPDATES == UPDATES
 
 
+def test_a_command_of_another_package_that_cannot_be_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others work."""
+    broken = EntryPoint("dance", "nowhere.dance", "icl_patch.commands")
+    monkeypatch.setattr("icl_patch.cli.main.entry_points", lambda group: [broken])
+    status, _, err = run("inspect", "--patch", MODEL_FILE)
+    assert status == 1 and "PatchFormat" not in err
+    assert "icl-patch: no command dance (nowhere.dance): ModuleNotFoundError: " in err
+    assert run("dance")[0] == 2
+
+
 def test_output_survives_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -296,6 +309,28 @@ def test_what_inspect_shows_and_leaves_out(run: Run, tmp_path: Path) -> None:
     replace(patch, info=replace(patch.info, model="/nowhere")).save(file)
     _, out, _ = run("inspect", "--patch", file)
     assert "3 tokens; with MODEL they are shown as text" in out
+
+
+def test_inspect_names_the_layers_and_leaves_padding_out(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    model, tokenizer = embedded.load()
+    inputs = tokenizer(["mode upper\n", "mode flip\n"], return_tensors="pt", padding=True)
+    kept = torch.tensor([[50, 51, 52, 53], [54, 0, 0, 0]])
+    mask = torch.tensor([[True] * 4, [True] + [False] * 3])
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        context = {"context_ids": inputs["input_ids"], "context_mask": inputs["attention_mask"] > 0}
+        patch = patcher.compute(**context, kept_ids=kept, kept_mask=mask)
+    patch = patch.select(layers=slice(3, 5))
+    patch.save(file)
+    result = json.loads(run("inspect", "--patch", file, "--json")[1])
+    assert result["layer_indices"] == [3, 4]
+    of_tokens = [dict(patch.weight_changes(b, t)) for b, t in mask.nonzero().tolist()]
+    for place, layer in enumerate(result["layer_indices"]):
+        path = f"model.layers.{layer}.mlp.up_proj.weight"
+        sizes = [float(changes[path].double().norm()) for changes in of_tokens]
+        assert result["norms"]["mlp.up_proj"][place] == pytest.approx(sum(sizes) / len(sizes))
+    out = run("inspect", "--patch", file)[1]
+    assert [line.split()[1] for line in out.splitlines() if "│" in line][-2:] == ["3", "4"]
 
 
 def test_extract_patches_the_answer_too(run: Run, tmp_path: Path) -> None:

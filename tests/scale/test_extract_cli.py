@@ -91,7 +91,7 @@ def test_chats_and_statistics(
 
 @pytest.mark.parametrize(
     ("text", "blocks"),
-    [("4", [4]), ("4:6", [4, 5]), (":2", [0, 1]), ("::4", [0, 4]), ("5:", [5, 6])],
+    [("4", [4]), ("4:6", [4, 5]), ("-1", [6]), (":2", [0, 1]), ("::4", [0, 4]), ("5:", [5, 6])],
 )
 def test_layers(text: str, blocks: list[int]) -> None:
     assert list(range(7))[_layers(text)] == blocks

@@ -101,12 +101,20 @@ def test_apply_and_export_are_the_patch(patch_file: Path, tmp_path: Path, run: R
     assert (merged - expected).abs().max() <= limit
     for command, name in (("apply", "model"), ("export", "lora")):
         written = sorted((tmp_path / name).iterdir())
+        stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json")
+        for file in (*stale, "chat_template.jinja") if command == "apply" else ():
+            (tmp_path / name / file).write_text("of an earlier model")
         again = [command, "--patch", patch_file, "--out", tmp_path / name]
         status, _, err = run(*again)
         assert status == 2
         assert f"got {tmp_path / name}, which exists: --force replaces it" in err
         assert run(*again, "--force")[0] == 0
         assert sorted((tmp_path / name).iterdir()) == written
+    for command, name, other in (("apply", "lora", "a LoRA"), ("export", "model", "a model")):
+        again = [command, "--patch", patch_file, "--out", tmp_path / name, "--force"]
+        status, _, err = run(*again)
+        assert status == 2
+        assert f"expected another --out than {tmp_path / name}, which holds {other}" in err
     status, _, err = run("apply", "--patch", patch_file, "--out", patch_file)
     assert status == 2
     assert "expected a folder as --out, for a whole model, got the file" in err
