@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from support.numeric import UNIT, normal, same_bits, seeded
+from support.numeric import UNIT, in_gaps, normal, same_bits, seeded
 from support.row_ops import unit
 from torch import Tensor
 
@@ -117,8 +117,13 @@ def check_rows_without_a_patch(run: Callable[..., Tensor], case: Case) -> None:
         out = run(**case.arguments | factors)
         assert same_bits(out[unpatched], plain[unpatched])
         assert not (out[~unpatched] == plain[~unpatched]).any()
-    for integer in (torch.int32, torch.int16, torch.int8):
-        assert same_bits(run(**case.arguments | factors | {"index": case.index.to(integer)}), out)
+    out, pool = run(**case.arguments), case.index
+    for integer in (torch.int64, torch.int32, torch.int16, torch.int8):
+        given = in_gaps(pool.to(integer))
+        assert same_bits(run(**case.arguments | {"index": given}), out)
+    given, same = pool.new_tensor([2]).expand(len(pool)), torch.full_like(pool, 2)
+    expected = run(**case.arguments | {"index": same})
+    assert same_bits(run(**case.arguments | {"index": given}), expected)
     nowhere = torch.full_like(case.index, -1)
     for patches in (len(case.u), 0):  # an empty pool patches no row either
         u, v = (x[:patches] for x in (case.u, case.v))

@@ -305,7 +305,8 @@ def test_the_low_rank_term_alone(
         n = 1100 if many or not INTERPRETED else 70
         case = linear_case(layout, (rows, n, 70), 2, dtype)
         plain = kernels.patched_linear(**case.plain, out_dtype=torch.float32)
-        parts = {"u": in_gaps(case.u), "v": case.v, "index": case.index}
+        index = None if case.index is None else in_gaps(case.index)
+        parts = {"u": in_gaps(case.u), "v": case.v, "index": index}
         for out_dtype in {dtype} if many and INTERPRETED else {torch.float32, dtype}:
             expected = kernels.patched_linear(**case.arguments, out_dtype=out_dtype)
             for again in (low_rank._MOST_AGAIN, -1):

@@ -191,8 +191,9 @@ def by_columns(x: Tensor) -> Tensor:
 
 
 def in_gaps(x: Tensor) -> Tensor:
-    """The same numbers with a NaN after each."""
-    wide = torch.full([2 * size for size in x.shape], torch.nan, dtype=x.dtype, device=x.device)
+    """The same numbers with a NaN after each, of integers a -1."""
+    gap = torch.nan if x.is_floating_point() else -1
+    wide = torch.full([2 * size for size in x.shape], gap, dtype=x.dtype, device=x.device)
     return wide[tuple(slice(None, None, 2) for _ in x.shape)].copy_(x)
 
 

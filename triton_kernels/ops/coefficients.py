@@ -101,6 +101,7 @@ def _coefficient_kernel(
     stride_vm,
     stride_vr,
     stride_vk,
+    stride_i,
     K: tl.constexpr,
     R: tl.constexpr,
     HAS_INDEX: tl.constexpr,
@@ -112,7 +113,7 @@ def _coefficient_kernel(
     m, r = pid // R, pid % R
     row = m
     if HAS_INDEX:
-        row = tl.load(index_ptr + m).to(tl.int64)
+        row = tl.load(index_ptr + m * stride_i).to(tl.int64)
     total = coefficient(
         z_ptr + m * stride_zm, v_ptr + row * stride_vm + r * stride_vr, stride_zk, stride_vk,
         tl.where(row >= 0, K, 0), STEPS, UNROLL, SEGMENTS,
@@ -131,6 +132,7 @@ def plan_coefficients(z: Tensor, v: Tensor, index: Tensor | None) -> Launch:
         *z.stride(),
         stride_vm,
         *v.stride()[1:],
+        stride_of(index),
         k,
         rank,
         index is not None,
@@ -146,6 +148,11 @@ def plan_coefficients(z: Tensor, v: Tensor, index: Tensor | None) -> Launch:
         rest,
         warps_for(segments),
     )
+
+
+def stride_of(vector: Tensor | None) -> int:
+    """The stride of a vector, 0 for an absent one."""
+    return 0 if vector is None else vector.stride(0)
 
 
 def segments_of(k: int) -> int:

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from icl_patch.checks import check_patched_linear
-from icl_patch.kernels.ops.coefficients import LANES, plan_coefficients
+from icl_patch.kernels.ops.coefficients import LANES, plan_coefficients, stride_of
 from icl_patch.kernels.ops.linear_kernels import _linear_kernel
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import (
@@ -111,9 +111,10 @@ def plan_linear(
         *[*widths[1:], None, None][:2],
         *z.stride(),
         *weight.stride(),
-        0 if bias is None else bias.stride(0),
+        stride_of(bias),
         *u_strides,
         *v_strides,
+        stride_of(index),
         config.dot,
         k,
         rank,

@@ -21,10 +21,10 @@ from icl_patch.kernels.ops.coefficients import LANE_BITS, LANES, coefficient_ste
 
 
 @triton.jit
-def _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX: tl.constexpr):
+def _factor_rows(index_ptr, stride_i, offs_m, mask_m, HAS_INDEX: tl.constexpr):
     """The patch of each row in u and v, and a mask of the rows that have one."""
     if HAS_INDEX:
-        row = tl.load(index_ptr + offs_m, mask=mask_m, other=-1).to(tl.int64)
+        row = tl.load(index_ptr + offs_m * stride_i, mask=mask_m, other=-1).to(tl.int64)
         patched = mask_m & (row >= 0)
     else:
         row = offs_m
@@ -212,6 +212,7 @@ def _linear_kernel(
     stride_vm,
     stride_vr,
     stride_vk,
+    stride_i,
     DOT: tl.constexpr,  # matrix units, else fused multiply-adds
     K: tl.constexpr,
     R: tl.constexpr,  # rank of the patches; 0: none
@@ -253,7 +254,7 @@ def _linear_kernel(
     offs_n = (pid // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < width
     offs_c = (pid % row_blocks) * BLOCK_M + tl.arange(0, ROWS)
-    row, patched = _factor_rows(index_ptr, offs_c, offs_c < M, HAS_INDEX)
+    row, patched = _factor_rows(index_ptr, stride_i, offs_c, offs_c < M, HAS_INDEX)
     reduced_m = offs_m
     if RECORD:
         reduced_m = offs_m + M
@@ -337,7 +338,7 @@ def _linear_kernel(
         tl.store(y_ptr + offsets, y_ctx.to(y_ptr.dtype.element_ty), mask=mask)
         offsets = (offs_m + M)[None, :] * width + offs_n[:, None]
     elif R:  # rank by rank; rows without a patch keep their bits
-        patch, has_patch = _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX)
+        patch, has_patch = _factor_rows(index_ptr, stride_i, offs_m, mask_m, HAS_INDEX)
         mask_u = mask_n[:, None] & has_patch[None, :]
         u_offsets = patch[None, :] * stride_um + offs_n[:, None] * stride_un
         for r in tl.range(0, R):

@@ -13,6 +13,7 @@ from icl_patch.kernels.ops.coefficients import (
     plan_coefficients,
     segments_of,
     steps_of,
+    stride_of,
 )
 from icl_patch.kernels.runtime.launching import Launch, operator
 
@@ -44,6 +45,7 @@ def _low_rank_kernel(
     stride_vm,
     stride_vr,
     stride_vk,
+    stride_i,
     K: tl.constexpr,
     R: tl.constexpr,
     HAS_INDEX: tl.constexpr,
@@ -60,7 +62,7 @@ def _low_rank_kernel(
     y = tl.load(plain_ptr + m * stride_pm + offs_n * stride_pn, mask=mask, other=0.0).to(tl.float32)
     row = m
     if HAS_INDEX:
-        row = tl.load(index_ptr + m).to(tl.int64)
+        row = tl.load(index_ptr + m * stride_i).to(tl.int64)
     patched = offs_n < tl.where(row >= 0, N, 0)
     u_ptrs = u_ptr + row * stride_um + offs_n * stride_un
     for r in tl.range(0, R):
@@ -105,6 +107,7 @@ def plan_low_rank(
         0 if shared else u.stride(0),
         *u.stride()[1:],
         *strides,
+        stride_of(index),
         k,
         u.shape[1],
         index is not None,
