@@ -27,7 +27,7 @@ def is_traced() -> bool:
 
 def is_transformed() -> bool:
     """Whether ``torch.func`` transforms this call."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._are_functorch_transforms_active()  # which torch.compile evaluates
 
 
 def _check_out_dtype(dtype: torch.dtype) -> None:

@@ -28,9 +28,24 @@ if backend not in ("auto", "torch", "triton"):
     raise ValueError(f"expected ICL_PATCH_OPS=auto, torch or triton, got {backend!r}")
 
 
-@cache
 def _kernels() -> Any:
     """:mod:`icl_patch.kernels`, or None where there is no Triton."""
+    if not is_compiling():
+        return _load_kernels()
+    if not _has_kernels():
+        return None
+    from icl_patch import kernels  # torch.compile has guards for what a statement imports
+
+    return kernels
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels() -> bool:
+    return _load_kernels() is not None
+
+
+@cache
+def _load_kernels() -> Any:
     try:
         return import_module("icl_patch.kernels")
     except ImportError as error:

@@ -53,13 +53,13 @@ def test_without_triton_plain_torch_runs_and_the_reason_is_logged(
 
     monkeypatch.setattr(dispatch, "backend", "triton")
     monkeypatch.setattr(dispatch, "import_module", missing)
-    dispatch._kernels.cache_clear()
+    dispatch._load_kernels.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             z, weight, u, v = (torch.randn(size) for size in ((3, 5), (7, 5), (3, 7), (3, 5)))
             out = [ops.patched_linear(z, weight, u, v) for _ in range(2)]
     finally:
-        dispatch._kernels.cache_clear()
+        dispatch._load_kernels.cache_clear()
     change = weight + u.unsqueeze(2) * v.unsqueeze(1)
     torch.testing.assert_close(out[1], (change @ z.unsqueeze(2)).squeeze(2))
     assert [record.getMessage() for record in caplog.records] == [

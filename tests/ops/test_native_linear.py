@@ -161,6 +161,10 @@ def test_registered_and_traced_on_real_tensors(name: str) -> None:
     op_calls.check_traced(name)
 
 
+def test_compiled_graphs_have_the_kernels() -> None:
+    op_calls.check_compiled()
+
+
 def check_products() -> None:
     """What an instruction set computes, added up in its own width; :mod:`test_inversion_native`
     calls it on each.

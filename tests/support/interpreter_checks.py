@@ -62,6 +62,10 @@ def test_an_op_is_traced(op: str) -> None:
     op_calls.check_traced(op)
 
 
+def test_compiled_graphs_have_the_kernels() -> None:
+    op_calls.check_compiled()
+
+
 def test_a_program_writes_the_token_in_the_attentions_launches() -> None:
     query, key, value, mask = attention.problem((1, 2, 1, 5, 4, 4), torch.float32)
     x, slot = torch.cat([query.flatten(), key[0, 0, 0], value[0, 0, 0]])[None], torch.tensor([2])

@@ -156,10 +156,39 @@ def check_traced(name: str) -> None:
     assert expected in [str(node.target) for node in graph.graph.nodes], graph.code
     other = arguments(1)
     found, eager = graph(*other), call(name, other)
-    for x, y in zip(
-        *((parts,) if isinstance(parts, Tensor) else parts for parts in (found, eager)), strict=True
-    ):
-        assert same_bits(x, y)
+    assert all(map(same_bits, _parts(found), _parts(eager)))
+
+
+def _parts(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
+
+
+def check_compiled() -> None:
+    """A compiled graph of all ops has the operators that run without it, and their bits; a transform
+    of torch.func in it has none of those that cannot be transformed.
+    """
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        targets = [str(node.target).split(".") for node in graph.graph.nodes]
+        graphs.append([target[1] for target in targets if target[0] == "icl_patch"])
+        return graph
+
+    def everything(*given: Tensor) -> list[Tensor]:
+        return [x for name in CALLS for x in _parts(call(name, given))]
+
+    given = arguments(0)
+    with torch.no_grad():
+        compiled = torch.compile(everything, fullgraph=True, backend=backend)
+        found, expected = compiled(*given), everything(*given)
+        assert all(map(same_bits, found, expected))
+        with Operators() as ran:
+            everything(*given)
+        assert graphs == [[function.name().split("::")[1] for function, *_ in ran.seen]]
+        function, stack = _of("write_and_attend"), torch.stack([given[0], -given[0]])
+        mapped = torch.compile(torch.func.vmap(function), fullgraph=True, backend=backend)
+        assert near(mapped(stack), torch.stack([function(z) for z in stack]))
+        assert graphs[1:] == [[]]
 
 
 DIFFERENTIABLE = [name for name in CALLS if name not in NATIVE and "in fp16" not in name]
