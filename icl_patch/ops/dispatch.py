@@ -68,6 +68,15 @@ def wants_gradients(args: tuple[Any, ...]) -> bool:
     return False
 
 
+def constants(*args: Any) -> tuple[Any, ...]:
+    """The arguments of an op without derivatives: its results are constants to autograd, backwards
+    and forwards.
+    """
+    if not wants_gradients(args):
+        return args
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+
+
 def _is_narrow(args: tuple[Any, ...]) -> bool:
     """Whether fp32 is wide enough to accumulate in, for all floating tensors and output dtypes."""
     for x in args:  # not any(): this runs before every launch of a decode step

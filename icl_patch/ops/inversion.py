@@ -1,11 +1,10 @@
 """The inversion of RMSNorm."""
 
-import torch
 from torch import Tensor
 
 from icl_patch.checks import check_inversion
 from icl_patch.ops import native, reference
-from icl_patch.ops.dispatch import native_serves
+from icl_patch.ops.dispatch import constants, native_serves
 from icl_patch.ops.reference import RMSNormInverse
 
 _invert_rmsnorm = native.op("invert_rmsnorm", check_inversion.results)
@@ -44,8 +43,7 @@ def invert_rmsnorm(
     Source: Goldwaser et al. (2025), Appendix B.2, with the hard case and the norm's eps added.
     """
     check_inversion(target, scale, rms, eps, fallback)
+    args = constants(target, scale, rms, eps, fallback)
     if not native_serves(target.device.type):
-        return reference.invert_rmsnorm(target, scale, rms, eps, fallback)
-    with torch.no_grad():
-        parts = _invert_rmsnorm(target, scale, rms, eps, fallback)
-    return RMSNormInverse(*parts)
+        return reference.invert_rmsnorm(*args)
+    return RMSNormInverse(*_invert_rmsnorm(*args))

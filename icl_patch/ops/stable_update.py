@@ -13,7 +13,7 @@ from torch import Tensor
 from icl_patch.checks import check_record_norm, check_stable_scale
 from icl_patch.ops import dispatch, native
 from icl_patch.ops.direction import Direction, read_direction
-from icl_patch.ops.dispatch import Op, native_serves
+from icl_patch.ops.dispatch import Op, constants, native_serves
 from icl_patch.ops.linear import add_low_rank
 from icl_patch.ops.norms import rms_norm
 from icl_patch.ops.reference import InversionStatus, accumulation_dtype, invert_rmsnorm
@@ -65,11 +65,10 @@ def stable_scale(
     Source: Goldwaser et al. (2025), Appendix B, with ``Δm = r ⊘ h_norm`` in closed form.
     """
     check_stable_scale(delta, scale, hidden_down, eps)
+    args = constants(delta, scale, hidden_down, eps)
     if not native_serves(delta.device.type):
-        return reference_stable_scale(delta, scale, hidden_down, eps)
-    with torch.no_grad():
-        parts = _stable_scale(delta, scale, hidden_down, eps)
-    return StableScale(*parts)
+        return reference_stable_scale(*args)
+    return StableScale(*_stable_scale(*args))
 
 
 _SCALE_FLOOR = 0.25
@@ -165,7 +164,7 @@ def record_norm(
     """
     dtype = out_dtype or y_pair.dtype
     y, u, v, inverse_norm2, new_scale, status = _record_norm(
-        y_pair, h, delta, weight, eps, dtype, scale_offset, cast_first
+        *constants(y_pair, h, delta, weight), eps, dtype, scale_offset, cast_first
     )
     return NormRecord(y, u, Direction(v, inverse_norm2), new_scale, status)
 

@@ -33,6 +33,7 @@ def test_whole_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     for op in op_calls.DIFFERENTIABLE:
         op_calls.check_derivatives(op)
         op_calls.check_mapped(op)
+    op_calls.check_without_derivatives()
     for name, update in (("gemma3", "stable"), *((name, "exact") for name in MODELS)):
         check_model(name, update)
     assert capsys.readouterr().out.count("exact 0.0") == 3

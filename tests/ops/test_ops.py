@@ -18,7 +18,12 @@ from support.numeric import (
     same_bits,
     seeded,
 )
-from support.op_calls import DIFFERENTIABLE, check_derivatives, read_by
+from support.op_calls import (
+    DIFFERENTIABLE,
+    check_derivatives,
+    check_without_derivatives,
+    read_by,
+)
 from torch import Tensor
 
 from icl_patch import ops
@@ -151,6 +156,10 @@ def test_autocast_rounds_nothing_even_where_gradients_are_wanted(layout: str) ->
 def test_derivatives(name: str) -> None:
     for place in read_by(name):
         check_derivatives(name, place)
+
+
+def test_results_without_derivatives() -> None:
+    check_without_derivatives()
 
 
 # read_direction, rms_normalize

@@ -62,6 +62,10 @@ def test_an_op_is_traced(op: str) -> None:
     op_calls.check_traced(op)
 
 
+def test_results_without_derivatives() -> None:
+    op_calls.check_without_derivatives()
+
+
 def test_compiled_graphs_have_the_kernels() -> None:
     op_calls.check_compiled()
 

@@ -191,6 +191,39 @@ def check_compiled() -> None:
         assert graphs[1:] == [[]]
 
 
+def _record_norm(z: Tensor, w: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    y_pair, update, direction, *_ = ops.record_norm(z, u[:2], v[:2], w[0], 1e-5)
+    return y_pair, update, *direction[:2]
+
+
+CONSTANT = {name: CALLS[name] for name in NATIVE}
+CONSTANT["record_norm"] = lambda z, w, u, v, **_: _record_norm(z, w, u, v)
+
+
+def check_without_derivatives() -> None:
+    """Ops whose results are not differentiable: they are constants, backwards and forwards, with
+    the bits of inference.
+    """
+    for function in CONSTANT.values():
+        for dtype in (torch.float32, torch.float64):
+            given = [x.to(dtype) if x.is_floating_point() else x for x in arguments(0)]
+
+            def results(*first: Tensor, of: Any = function, given: Any = given) -> Any:
+                return _parts(of(**dict(zip(NAMES, [*first, *given[len(first) :]], strict=True))))
+
+            with torch.no_grad():
+                expected = results()
+            found = results(*[x.clone().requires_grad_() for x in given[:5]])
+            assert not any(x.requires_grad for x in found)
+            assert all(map(same_bits, found, expected))
+            with torch.autograd.forward_ad.dual_level():
+                dual = [torch.autograd.forward_ad.make_dual(x, x) for x in given[:5]]
+                found = [torch.autograd.forward_ad.unpack_dual(x) for x in results(*dual)]
+            assert [x.tangent for x in found] == [None] * len(found)
+            _, tangents = torch.func.jvp(results, (given[0],), (given[0],))
+            assert not any(map(torch.count_nonzero, tangents))
+
+
 DIFFERENTIABLE = [name for name in CALLS if name not in NATIVE and "in fp16" not in name]
 
 
