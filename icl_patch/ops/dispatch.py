@@ -34,7 +34,8 @@ def _kernels() -> Any:
         return _load_kernels()
     if not _has_kernels():
         return None
-    from icl_patch import kernels  # torch.compile has guards for what a statement imports
+    # torch.compile has guards for what a statement imports
+    from icl_patch import kernels  # noqa: PLC0415
 
     return kernels
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
+from threading import Lock
 from typing import Any
 
 import torch
@@ -53,23 +54,37 @@ _CPU_GEMV_ROWS = {
 
 
 _only_gemv: ContextVar[bool] = ContextVar("icl_patch_only_gemv", default=False)
+# The same for compiled code, which has no guards for context variables: how many contexts are open
+# in all threads, and whether one is.
+_contexts, _is_any_open, _lock = 0, False, Lock()
 
 
 @contextmanager
 def gemv_products() -> Iterator[None]:
     """Within this context all products use the path ``"gemv"``, so that a row's bits do not depend
     on the number of rows where our kernels multiply (:func:`patched_linear`).
+
+    Code of ``torch.compile`` that is called within it follows; there the context of another thread
+    counts too.
     """
     token = _only_gemv.set(True)
+    _count(1)
     try:
         yield
     finally:
+        _count(-1)
         _only_gemv.reset(token)
 
 
+def _count(change: int) -> None:
+    global _contexts, _is_any_open
+    with _lock:
+        _contexts += change
+        _is_any_open = _contexts > 0
+
+
 def _takes_gemv_only() -> bool:
-    # torch.compile cannot trace a context variable
-    return not torch.compiler.is_compiling() and _only_gemv.get()
+    return _is_any_open if torch.compiler.is_compiling() else _only_gemv.get()
 
 
 def product_path(z: Tensor, rows: int) -> str:

@@ -155,6 +155,21 @@ def test_a_compiled_graph_takes_the_path_of_the_rows_it_has() -> None:
         assert all(map(same_bits, outputs, step(z, u, index)))
 
 
+def test_compiled_code_follows_gemv_products() -> None:
+    weight, z = (normal(seeded(s), 70, 130, dtype=torch.float32) for s in (0, 1))
+    compiled = torch.compile(
+        lambda z: ops.patched_linear(z, weight), fullgraph=True, backend="eager"
+    )
+    alone = torch.cat([ops.patched_linear(row[None], weight) for row in z])
+    plain = torch.nn.functional.linear(z, weight)
+    assert not same_bits(plain, alone)
+    for _ in range(2):
+        assert same_bits(compiled(z), plain)
+        with ops.gemv_products(), ops.gemv_products():
+            assert same_bits(compiled(z), alone)
+        assert ops.product_path(z, 70) == "gemm"
+
+
 @pytest.mark.parametrize("name", op_calls.CALLS)
 def test_registered_and_traced_on_real_tensors(name: str) -> None:
     op_calls.check_registered(name)

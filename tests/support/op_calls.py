@@ -164,8 +164,8 @@ def _parts(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def check_compiled() -> None:
-    """A compiled graph of all ops has the operators that run without it, and their bits; a transform
-    of torch.func in it has none of those that cannot be transformed.
+    """A compiled graph of all ops has the operators that run without it, and their bits. A
+    transform of torch.func in it has none of those that cannot be transformed.
     """
     graphs: list[list[str]] = []
 
