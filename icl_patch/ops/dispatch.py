@@ -136,8 +136,8 @@ class Op:
     reference: computes the op in plain torch.
     native_if: a further condition for the native op, besides device, dtypes and derivatives.
     native_fp64: whether the native op computes in fp64 too.
-    triton_if: a further condition for Triton's kernel. It checks its arguments itself, once for all
-        tensors of the same sizes, strides, dtypes and devices.
+    triton_if: a further condition for Triton's kernel. It checks its arguments itself, on a GPU
+        once for all tensors of the same sizes, strides, dtypes and devices.
     triton: calls the kernel if its arguments or results differ from the native op's; its first
         argument is :mod:`icl_patch.kernels`.
     """

@@ -114,8 +114,8 @@ def cached_launch(
     """``plan(*tensors, *options)(*tensors)``, planned once for all tensors of the same sizes,
     strides, dtypes and devices.
 
-    These are all that checks, plans and the compiler see of a tensor, except for its address, which
-    :class:`Launch` looks at.
+    These are all that plans and the compiler see of a tensor, except for its address, which
+    :class:`Launch` looks at; and all that checks see of a tensor that is not on the CPU.
     """
     key = (
         plan,
@@ -180,7 +180,8 @@ def operator(
     A call goes straight to the launch, or through the operator where torch has to see it.
 
     Args:
-        check: raises for arguments that do not fit; runs before the plan. Tensors come first.
+        check: raises for arguments that do not fit; runs before the plan, in the interpreter before
+            every launch. Tensors come first.
         plan: gives the call for the tensors, see :func:`cached_launch`.
         writes: the names of the tensors that it changes.
     """
@@ -201,6 +202,8 @@ def operator(
             return plan(*arguments)
 
         def launch(*arguments: Any) -> Any:
+            if INTERPRETED:  # on the CPU a check looks at numbers too, which another call changes
+                check(*arguments)
             return cached_launch(checked_plan, arguments[:count], *arguments[count:])
 
         schema = torch.library.infer_schema(function, mutates_args=writes)
