@@ -27,7 +27,8 @@ def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> Direction:
 
     Returns:
         Direction(v, inverse_norm2, coeff). If z = 0, no such vector exists: v and inverse_norm2 are
-        0, and the caller must check this. They are also 0 if v exceeds the range of its dtype.
+        0, as are their derivatives, and the caller must check this. They are also 0 if v exceeds
+        the range of its dtype.
 
     Raises:
         TypeError: z is not floating, or ``dtype`` is neither fp32 nor fp64.

@@ -125,6 +125,7 @@ def read_direction(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     limits = torch.finfo(dtype)
     largest = wide.abs().amax(-1, keepdim=True) / norm2 if z.shape[-1] else norm2
     none = (norm2 == 0) | (largest < limits.tiny) | (largest > limits.max)
+    norm2 = torch.where(none, 1.0, norm2)  # a quotient that is not used has a derivative too
     v = torch.where(none | norm2.isnan(), 0.0, wide / norm2).to(dtype)
     # 0 says that there is no v
     return v, torch.where(none, 0.0, (1 / norm2).clamp(min=limits.tiny)).squeeze(-1).to(dtype)

@@ -172,6 +172,28 @@ def test_read_direction(dtype: torch.dtype) -> None:
     assert (v.shape, inverse.shape) == ((2, 0, 0), (2, 0))
 
 
+def test_derivatives_beside_a_row_of_zeros() -> None:
+    """That row has no direction: its results and their derivatives are 0."""
+    z_pair, weight = (
+        normal(seeded(s), *size, dtype=torch.float64) for s, size in ((0, (4, 9)), (1, (6, 9)))
+    )
+    z_pair[3] = 0
+    z = z_pair[2:].clone().requires_grad_()
+    v, inverse, _ = ops.read_direction(z)
+    pulled = normal(seeded(2), 2, 9, dtype=torch.float64)
+    (found,) = torch.autograd.grad((pulled * v).sum() + inverse.sum(), z)
+    row, norm2 = z[0].detach(), z[0].detach().square().sum()
+    expected = pulled[0] / norm2 - 2 * (pulled[0] @ row + 1) * row / norm2**2
+    torch.testing.assert_close(found, torch.stack([expected, torch.zeros(9).double()]))
+    both = z_pair.clone().requires_grad_()
+    y_pair, change, _ = ops.record_linear(both, weight)
+    # the row's output is its own, without a change
+    (found,) = torch.autograd.grad(y_pair[3].sum() + change[1].sum(), both)
+    expected = torch.zeros(4, 9).double()
+    expected[1] = weight.sum(0)
+    torch.testing.assert_close(found, expected)
+
+
 @every_dtype
 def test_rms_normalize(dtype: torch.dtype) -> None:
     x = normal(seeded(0), 2, 3, 63, dtype=dtype)
