@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from icl_patch.activations import activation_named
 from icl_patch.dtypes import check_floating
@@ -28,6 +29,27 @@ def is_traced() -> bool:
 def is_transformed() -> bool:
     """Whether ``torch.func`` transforms this call."""
     return torch._C._are_functorch_transforms_active()  # which torch.compile evaluates
+
+
+def serve_negated(library: torch.library.Library, name: str) -> None:
+    """Resolve pending negations before an operator that takes lists in which tensors may be absent,
+    or that writes: torch does so for all others.
+    """
+    operator = getattr(torch.ops.icl_patch, name).default
+    arguments = operator._schema.arguments
+    written = [i for i, x in enumerate(arguments) if x.alias_info and x.alias_info.is_write]
+    if not written and not any("Optional[Tensor]]" in str(x.type) for x in arguments):
+        return
+
+    def resolved(*args: Any) -> Any:
+        given = tree_map_only(Tensor, Tensor.resolve_neg, args)
+        out = operator(*given)
+        for place in written:
+            if args[place].is_neg():
+                args[place].copy_(given[place])
+        return out
+
+    library.impl(name, resolved, "Negative")
 
 
 def _check_out_dtype(dtype: torch.dtype) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from icl_patch.checks import serve_negated
+
 _LIBRARY = Path(__file__).with_name("_native.so")
 
 
@@ -36,6 +38,7 @@ def _load() -> str | None:
 
 
 _lacking = _load()
+_FURTHER = torch.library.Library("icl_patch", "IMPL")
 
 
 def _text(name: str) -> str:
@@ -107,4 +110,5 @@ def op(name: str, results: Callable[..., Any]) -> Any:
     if not hasattr(torch.ops.icl_patch, name):
         raise ImportError(f"{_LIBRARY} was built from other sources, without {name}: install again")
     torch.library.register_fake(f"icl_patch::{name}", results)
+    serve_negated(_FURTHER, name)
     return getattr(torch.ops.icl_patch, name).default

@@ -5,6 +5,7 @@ import torch
 from support.attention import (
     SHAPES,
     check_attention,
+    check_negated_caches,
     check_rotary,
     check_written,
     new_token,
@@ -128,6 +129,10 @@ def test_attention_that_writes_the_token(dtype: torch.dtype) -> None:
                     check_written(
                         ops.write_and_attend, ops.attention_pair, query, key, value, slot, seen
                     )
+
+
+def test_caches_of_negated_numbers() -> None:
+    check_negated_caches(ops.write_and_attend)
 
 
 @every_dtype

@@ -14,6 +14,7 @@ from support.numeric import (
     by_columns,
     every_narrow,
     in_gaps,
+    negated,
     normal,
     numbers_of_threads,
     poisoned,
@@ -117,6 +118,18 @@ def test_a_poisoned_row_stays_alone() -> None:
     dirty = patched_linear(z, weight, u, v, bias)
     others = torch.arange(6) != 2
     assert dirty[2].isnan().all() and same_bits(dirty[others], clean[others])
+
+
+def test_signs_that_are_still_to_be_changed_in_lists() -> None:
+    z, weight = (normal(seeded(s), 4, 9, dtype=torch.float32) for s in (0, 1))
+    v, bias = ops.read_direction(z[2:]).v, z[0, :4]
+    native = torch.ops.icl_patch
+    plain, changed = (
+        native.linear_maps(z, [weight, of(weight)], [of(bias), None])
+        + native.record_linears(z, [weight, weight], v, [None, of(bias)])
+        for of in (torch.clone, negated)
+    )
+    assert all(map(same_bits, changed, plain))
 
 
 def test_nothing_to_do() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from support.numeric import UNIT, in_gaps, normal, same_bits, seeded
+from support.numeric import UNIT, in_gaps, negated, normal, same_bits, seeded
 from torch import Tensor
 
 # rows, query heads, key heads, keys, widths of keys and of values
@@ -99,6 +99,18 @@ def check_written(
             assert all(map(same_bits, held[:2], expected))
     seen = torch.ones_like(expected[0][:, 0, :, 0]).bool() if mask is None else mask
     check_attention(y[: len(query)], query, *expected, seen)
+
+
+def check_negated_caches(write: Callable[..., Tensor], device: str = "cpu") -> None:
+    """They are views of numbers with the other sign: what is written there is too."""
+    query, key, value, _ = problem((2, 4, 2, 9, 8, 6), torch.float32, device)
+    given = *new_token(key, value), torch.tensor([3], device=device), None
+    plain, changed = ([of(x) for x in (key, value)] for of in (torch.clone, negated))
+    found, expected = (
+        write(query.unsqueeze(2), *caches, *given, scale=0.3) for caches in (changed, plain)
+    )
+    assert same_bits(found, expected)
+    assert all(map(same_bits, changed, plain)) and not same_bits(plain[0], key)
 
 
 def check_rotary(

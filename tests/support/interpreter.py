@@ -63,6 +63,8 @@ def _guard_tensors() -> None:
     run: Any = interpreter.GridExecutor.__call__
 
     def run_guarded(self: Any, *arguments: Any, **options: Any) -> None:
+        # a copy would resolve a negation, of which a kernel sees nothing
+        assert not any(isinstance(x, Tensor) and x.is_neg() for x in arguments)
         copies = [
             between_guards(x, at_start=tensors_begin_behind_guards) if isinstance(x, Tensor) else x
             for x in arguments

@@ -25,7 +25,7 @@ from support.linear_kernel_checks import (
     linear_case,
     poisoned_outputs,  # noqa: F401 for every test of this file too
 )
-from support.numeric import UNIT, by_columns, normal, poisoned, same_bits, seeded
+from support.numeric import UNIT, by_columns, negated, normal, poisoned, same_bits, seeded
 from support.op_calls import NATIVE
 from torch import Tensor
 
@@ -137,12 +137,20 @@ def test_the_kernels_round_where_the_modules_do() -> None:
 
 
 def test_signs_that_are_still_to_be_changed() -> None:
-    """The imaginary part of a conjugate is a view of numbers with the other sign."""
-    case = linear_case("row", (3, 7, 9))
-    z = torch.complex(case.z, case.z).conj().imag
-    assert z.is_neg()
-    out, expected = (kernels.patched_linear(x, case.weight) for x in (z, -case.z))
-    assert same_bits(out, expected)
+    """In an argument, or in a list of which some may be absent."""
+    case = linear_case("row", (4, 7, 9))
+    _, _, coeff = kernels.read_direction(case.z[2:])
+    weights = [case.weight] * 2
+    plain, changed = (
+        [
+            kernels.patched_linear(of(case.z), case.weight, bias=of(case.bias)),
+            *kernels.linear_maps(case.z, weights, [None, of(case.bias)]),
+            *kernels.record_linears(of(case.z), weights, [of(case.bias), None], coeff),
+        ]
+        for of in (torch.clone, negated)
+    )
+    assert all(map(same_bits, changed, plain))
+    attention.check_negated_caches(kernels.write_and_attend, DEVICE)
 
 
 # expert_linear

@@ -197,6 +197,15 @@ def in_gaps(x: Tensor) -> Tensor:
     return wide[tuple(slice(None, None, 2) for _ in x.shape)].copy_(x)
 
 
+def negated(x: Tensor) -> Tensor:
+    """The same numbers as a view of those with the other sign, as the imaginary part of a conjugate
+    is.
+    """
+    view = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert view.is_neg()
+    return view
+
+
 def numbers_of_threads(*counts: int) -> Iterator[int]:
     """For as many turns as there are counts torch has that many threads."""
     before = torch.get_num_threads()

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from icl_patch.checks import is_traced
+from icl_patch.checks import is_traced, serve_negated
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before triton was
@@ -165,6 +165,7 @@ def define(name: str, schema: str, fake: Callable[..., Any], launch: Callable[..
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CUDA", "CPU"):  # the CPU in Triton's interpreter
         _LIBRARY.impl(name, launch, device)
+    serve_negated(_LIBRARY, name)
     torch.library.register_fake(f"icl_patch::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.icl_patch, name)
 
