@@ -42,6 +42,7 @@ class PatchedExperts(PatchedModule):
 
     base_layer: Any  # a module with the experts' matrices
     _PATCH = ("read_u", "read_v", "index", "write_u", "write_v")
+    _INPUTS = ("z", "index", "weights")
     read_u: Tensor | None  # (M, k, 2I)
     read_v: Tensor | None  # (M, K)
     index: Tensor | None  # (M, k), the experts that the factors are for
@@ -203,6 +204,8 @@ class PatchedScaledExperts(PatchedExperts):
 
     Source: Goldwaser et al. (2025), Lemma 7, with ``s_e z`` in place of z.
     """
+
+    _INPUTS = ("x",)
 
     @staticmethod
     def fits(module: nn.Module) -> bool:

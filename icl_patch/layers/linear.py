@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
@@ -37,7 +38,10 @@ class PatchedLinear(PatchedModule):
     (z·v_r) u_r + Δb``.
 
     A drop-in for ``nn.Linear``, Conv1D and any other module that maps (..., K) to (..., N) by a
-    matrix. With no patch set it is the base module, bit for bit::
+    matrix, where its parent calls it. A parent that reads its weight instead runs without the
+    patch: ``nn.TransformerEncoderLayer`` in eval mode, unless
+    ``torch.backends.mha.set_fastpath_enabled(False)`` was called. With no patch set it is the base
+    module, bit for bit::
 
         layer = PatchedLinear(model.lm_head)
         layer.set_patch(u, v)     # one change for each row of the input: u (M, N), v (M, K)
@@ -46,10 +50,16 @@ class PatchedLinear(PatchedModule):
         layer.set_bias_change(bias_change)  # a change of the bias instead
         layer.clear_patch()
 
+    Raises:
+        TypeError: the base module is the ``out_proj`` of an ``nn.MultiheadAttention``, which never
+            calls it. With a patch: the base module returns no tensor, or is given more than one
+            input.
+
     Source: Goldwaser et al. (2025), Lemmas 6, 8 and 9.
     """
 
     _PATCH: ClassVar[tuple[str, ...]] = ("u", "v", "bias_change", "shared", "by_row", "out_dtype")
+    _INPUTS: ClassVar[tuple[str, ...]] = ("z",)
     u: Tensor | None
     v: Tensor | None
     bias_change: Tensor | None
@@ -58,6 +68,14 @@ class PatchedLinear(PatchedModule):
     out_dtype: torch.dtype | None
     # of the ranks that each have a part of the matrix's inputs; their outputs are summed
     group: dist.ProcessGroup | None = None
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        if isinstance(base_layer, NonDynamicallyQuantizableLinear):
+            raise TypeError(
+                "expected a linear module that its parent calls, got the out_proj of an"
+                " nn.MultiheadAttention, which reads its weight instead: no patch would apply"
+            )
+        super().__init__(base_layer)
 
     def set_patch(self, u: Tensor, v: Tensor, *, shared: bool = False) -> None:
         """Apply ``W + u vᵀ`` from now on.
@@ -142,7 +160,7 @@ class PatchedLinear(PatchedModule):
         """
         linear = self.linear_map(z)
         if linear is None:
-            plain = self.base_layer(z)
+            plain = self._base_output(z)
             return plain, plain.dtype
         flat = rows_of(z)
         wide = torch.promote_types(z.dtype, torch.float32)
@@ -162,9 +180,18 @@ class PatchedLinear(PatchedModule):
             return like_rows_of(z, y)
         changed = partial(self._add_change, z)
         if self.group is None:
-            return changed(self.base_layer(z))
+            return changed(self._base_output(z))
         # each rank adds its part of the change, and the model's own sum over the ranks adds them up
         return with_linear_changed(self.base_layer, changed, z)
+
+    def _base_output(self, z: Tensor) -> Tensor:
+        y = self.base_layer(z)
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                f"expected a module that returns one tensor to patch, got"
+                f" {type(self.base_layer).__name__}, which returns a {type(y).__name__}"
+            )
+        return y
 
     def _add_change(self, z: Tensor, plain: Tensor) -> Tensor:
         """The plain output (..., N) of z with the low-rank change of the weight."""

@@ -11,6 +11,7 @@ input and applies them) or replays (the factors that were set are applied).
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from inspect import signature
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -93,6 +94,7 @@ class PatchedModule(nn.Module):
     _replay: Callable[..., Tensor]  # the base module's output with the patch
 
     _PATCH: ClassVar[tuple[str, ...]] = ()  # the attributes that hold it, None without one
+    _INPUTS: ClassVar[tuple[str, ...]] = ("x",)  # the inputs that a patch is defined for
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -186,12 +188,23 @@ class PatchedModule(nn.Module):
         self.base_layer._load_from_state_dict(*args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PatchedModule":
-        """Factors follow a move to another device; their dtype is their own."""
+        """Factors follow a move to another device; their dtype is their own.
+
+        Raises:
+            ValueError: the factors are on the meta device, and have no numbers that could move.
+        """
+        factors = {name: x for name in self._PATCH if isinstance(x := getattr(self, name), Tensor)}
+        devices = {name: fn(x[:0]).device for name, x in factors.items()}
+        for name, x in factors.items():
+            if x.is_meta and devices[name] != x.device:
+                raise ValueError(
+                    f"expected a {type(self).__name__} without a patch to leave the meta device,"
+                    f" got {name} there, which has no numbers: call clear_patch() before, and set"
+                    " the patch again after"
+                )
         self.base_layer._apply(fn, recurse)
-        for name in self._PATCH:
-            factor = getattr(self, name)
-            if isinstance(factor, Tensor):
-                setattr(self, name, factor.to(fn(factor[:0]).device))
+        for name, x in factors.items():
+            setattr(self, name, x.to(devices[name]))
         return self
 
     def record(self, recorder: Callable[..., Any]) -> None:
@@ -236,6 +249,9 @@ class PatchedModule(nn.Module):
             self._check_parameters()
         if self.override is None and self.observer is None:
             return self.base_layer(*args, **kwargs)
+        if kwargs:  # in the order in which the base takes them
+            given = signature(self.base_layer.forward).bind(*args, **kwargs)
+            args, kwargs = given.args, given.kwargs
         attachment, compiling = self.attachment, torch.compiler.is_compiling()
         # the pass of another thread ends first; torch.compile traces no locks
         with nullcontext() if attachment is None or compiling else attachment.lock:
@@ -256,12 +272,22 @@ class PatchedModule(nn.Module):
                 )
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`forward` with a patch, recorder or observer; the inputs may have any names."""
+        """:meth:`forward` with a patch, recorder or observer; the inputs may have any names.
+
+        Raises:
+            TypeError: they are not those that a patch is defined for.
+        """
         inputs = (*args, *kwargs.values())
         if self.observer is not None:
             self._observe(*inputs)
         if self.override is None:
             return self.base_layer(*args, **kwargs)
+        if len(inputs) != len(self._INPUTS):
+            raise TypeError(
+                f"expected a {type(self.base_layer).__name__} that is called with"
+                f" {', '.join(self._INPUTS)} alone while it has a patch or a recorder, got"
+                f" {len(inputs)} inputs"
+            )
         return self.override(self, *inputs)
 
     def _observe(self, *inputs: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from icl_patch.layers.linear import PatchedLinear
+from icl_patch.layers.linear import PatchedLinear, add_bias_change
 from icl_patch.layers.product_interception import with_linear_changed
 
 
@@ -37,4 +37,9 @@ class PatchedRouter(PatchedLinear):
         return logits
 
     def _replay(self, z: Tensor, *others: Any) -> Any:
-        return self.with_logits(z, lambda logits: self._shown(self._add_change(z, logits)), *others)
+        return self.with_logits(z, lambda logits: self._shown(self._changed(z, logits)), *others)
+
+    def _changed(self, z: Tensor, logits: Tensor) -> Tensor:
+        if self.bias_change is not None:
+            return add_bias_change(logits, self.bias_change)
+        return self._add_change(z, logits)

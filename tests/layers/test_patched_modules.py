@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import PatchedLinear, PatchedRMSNorm, metrics
+from icl_patch.layers.patched_module import PatchedModule
 
 K, N = 12, 7
 
@@ -118,6 +119,11 @@ def test_the_base_follows_in_mode_and_dtype_and_the_factors_to_another_device() 
     assert dtypes == [torch.bfloat16, torch.float32, torch.float64]
     layer.to("meta")
     assert layer.weight.device == layer.u.device == layer.v.device == torch.device("meta")
+    with pytest.raises(ValueError, match="without a patch to leave the meta device, got u there"):
+        layer.to_empty(device="cpu")
+    assert layer.weight.is_meta
+    layer.clear_patch()
+    assert layer.to_empty(device="cpu").weight.is_cpu
     norm = patched_norm()
     norm.set_patch(torch.rand(2, K))
     norm.to("meta")
@@ -212,11 +218,70 @@ def test_the_input_under_its_own_name(patched: bool) -> None:
         for layer in (linear, conv):
             layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K), shared=True)
         norm.set_patch(torch.rand(K))
-        with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
             linear(z, scale=2.0)
     assert torch.equal(linear(input=z), linear(z))
     assert torch.equal(conv(x=z), conv(z))
     assert torch.equal(norm(hidden_states=z), norm(z))
+
+
+class Minus(nn.Module):
+    """Of two inputs, and with another output if ``both``."""
+
+    def forward(self, x: Tensor, y: Tensor, both: bool = False) -> Any:
+        return (x - y, y) if both else x - y
+
+
+class PatchedMinus(PatchedModule):
+    _INPUTS = ("x", "y")
+
+    def _replay(self, x: Tensor, y: Tensor) -> Tensor:
+        return 3 * (x - y)
+
+
+def test_inputs_by_name_in_any_order_and_no_others() -> None:
+    x, y, layer = torch.ones(2), torch.zeros(2), PatchedMinus(Minus())
+    for scale in (1, 3):
+        for out in (layer(x, y), layer(x, y=y), layer(x=x, y=y), layer(y=y, x=x)):
+            assert torch.equal(out, scale * x)
+        layer.replay()
+    with pytest.raises(TypeError, match=r"a Minus that is called with x, y alone .*, got 3 inputs"):
+        layer(y=y, x=x, both=True)
+    layer = PatchedLinear(Minus())
+    layer.set_patch(x[None], x[None])
+    with pytest.raises(TypeError, match=r"a Minus that is called with z alone .*, got 2 inputs"):
+        layer(x, y)
+
+
+def test_a_base_that_returns_more_than_a_tensor() -> None:
+    layer = PatchedLinear(nn.LSTM(K, N))
+    z = torch.randn(3, K)
+    assert torch.equal(layer(z)[0], layer.base_layer(z)[0])
+    layer.set_patch(torch.randn(3, N), torch.randn(3, K))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="returns one tensor to patch, got LSTM, which returns"):
+            layer(z)
+        layer.set_bias_change(torch.ones(N))
+
+
+def test_parents_that_read_a_weight_themselves() -> None:
+    """One that never calls its module is refused; another can be told to call it."""
+    parent = nn.TransformerEncoderLayer(8, 2, N, dropout=0, batch_first=True).eval()
+    with pytest.raises(TypeError, match=r"got the out_proj of an nn\.MultiheadAttention"):
+        PatchedLinear(parent.self_attn.out_proj)
+    x = torch.randn(2, 3, 8)
+    parent.linear1 = layer = PatchedLinear(parent.linear1)
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            plain = parent(x)
+            layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, 8), shared=True)
+            patched, parent.linear1 = parent(x), layer.merge()
+            torch.testing.assert_close(patched, parent(x))
+            assert not torch.allclose(patched, plain)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def test_what_cannot_be_merged() -> None:

@@ -31,6 +31,12 @@ def test_a_patched_router_is_the_router_with_the_changed_matrix(family: str) -> 
         changed.weight += torch.outer(u[row], v[row])
         for got, expected in zip(found, changed(z[row : row + 1]), strict=True):
             torch.testing.assert_close(got[row : row + 1], expected)
+    delta = u[0]  # as the change of a bias it is u vᵀ with v z = 1
+    router.set_patch(delta.expand(5, -1), z / z.square().sum(-1, keepdim=True))
+    expected = router(z)
+    router.set_bias_change(delta)
+    for got, wanted in zip(router(z), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
     assert any(
         not torch.equal(x, y) for x, y in zip(found, plain, strict=True) if x.dtype == torch.int64
     )
