@@ -7,7 +7,7 @@ weight's size is built.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class PatchedExperts(PatchedModule):
 
     base_layer: Any  # a module with the experts' matrices
     _PATCH = ("read_u", "read_v", "index", "write_u", "write_v")
-    _INPUTS = ("z", "index", "weights")
+    _INPUTS: ClassVar[tuple[str, ...]] = ("z", "index", "weights")
     read_u: Tensor | None  # (M, k, 2I)
     read_v: Tensor | None  # (M, K)
     index: Tensor | None  # (M, k), the experts that the factors are for
