@@ -121,8 +121,8 @@ def check_rows_without_a_patch(run: Callable[..., Tensor], case: Case) -> None:
     for integer in (torch.int64, torch.int32, torch.int16, torch.int8):
         given = in_gaps(pool.to(integer))
         assert same_bits(run(**case.arguments | {"index": given}), out)
-    given, same = pool.new_tensor([2]).expand(len(pool)), torch.full_like(pool, 2)
-    expected = run(**case.arguments | {"index": same})
+    same = torch.full_like(pool, 2)
+    given, expected = same[:1].expand(len(pool)), run(**case.arguments | {"index": same})
     assert same_bits(run(**case.arguments | {"index": given}), expected)
     nowhere = torch.full_like(case.index, -1)
     for patches in (len(case.u), 0):  # an empty pool patches no row either
