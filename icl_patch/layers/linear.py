@@ -188,7 +188,7 @@ class PatchedLinear(PatchedModule):
         y = self.base_layer(z)
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"expected a module that returns one tensor to patch, got"
+                "expected a module that returns one tensor to patch, got"
                 f" {type(self.base_layer).__name__}, which returns a {type(y).__name__}"
             )
         return y
