@@ -288,21 +288,24 @@ def takes_padding(
 ) -> bool:
     """Whether a row with padding on its left has the logits that it has alone.
 
-    A recurrent model may let the padding into its states: then its logits depend on the padding's
-    token. A model that counts its positions in the cache must have the same bits in bf16 and fp16,
-    where wrong positions may change as little as rounding does. Nothing is compared where rounding
-    may choose other experts.
+    Its last token runs on a cache of the others, with which GIT shifts its mask. A recurrent model
+    may let the padding into its states: then its logits depend on the padding's token. A model that
+    counts its positions in the cache must have the same bits in bf16 and fp16, where wrong
+    positions may change as little as rounding does. Nothing is compared where rounding may choose
+    other experts.
     """
-    ids = trial_tokens(model, 6, 0, tokenizer)
+    row = without_padding(trial_tokens(model, 6, 0, tokenizer))
 
-    def logits(token: int) -> Tensor:
-        """The last token's logits (B, 1, V), behind a ``token`` that the mask hides."""
-        mask = F.pad(row.mask, (1, 0))
-        padded = replace(row, ids=F.pad(ids, (1, 0), value=token), mask=mask)
-        return forward_passes.run_whole(model, padded)
+    def logits(*padding: int) -> Tensor:
+        """The last token's logits (B, 1, V), behind ids that the mask hides."""
+        ids, mask = (F.pad(x, (len(padding), 0)) for x in (row.ids, row.mask))
+        ids[:, : len(padding)] = ids.new_tensor(padding)
+        padded = replace(row, ids=ids, mask=mask, head=ids.shape[1] - 1)
+        cache = kv_cache.new_cache(model)
+        forward_passes.run_head(model, padded, cache)
+        return forward_passes.run_tail(model, padded, cache)
 
-    row = without_padding(ids)
-    padded, alone = logits(0), forward_passes.run_whole(model, row)
+    padded, alone = logits(0), logits()
     few_bits, settings = model.dtype in SIXTEEN_BITS, vars(text_config(model)).items()
     if any("expert" in name and type(value) is int and value for name, value in settings):
         return few_bits or bool(_near(padded, alone).all())

@@ -3,22 +3,20 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.ends import configured_ends
+from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.language_model import check_length
 from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import Tokens, padded
+from icl_patch.recording.forward_passes import run
+from icl_patch.recording.self_check import takes_padding
+from icl_patch.recording.sequences import Sequences, switches
 from icl_patch.static.examples import Example, batches, check_row
 
 Answers = dict[tuple[Tokens, Tokens, int], Tokens]
@@ -27,7 +25,7 @@ Answers = dict[tuple[Tokens, Tokens, int], Tokens]
 _TIMED = 4  # tokens of the first batch, after which the time of all answers is estimated
 
 
-class _Estimate(StoppingCriteria):
+class _Estimate:
     """Estimates after a few tokens how long all answers take at most.
 
     It adds the time of the first token and of each later one, in proportion to the questions.
@@ -41,8 +39,8 @@ class _Estimate(StoppingCriteria):
         self.count, self.share, self.tokens, self.say = count, share, max_new_tokens, say
         self.times = [time.perf_counter()]
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Stops no row."""
+    def __call__(self) -> None:
+        """Another token of the batch is there."""
         self.times.append(time.perf_counter())
         if len(self.times) == _TIMED + 1:
             began, first, *_, last = self.times
@@ -52,7 +50,6 @@ class _Estimate(StoppingCriteria):
                 f"the model answers {self.count} question{'s' * (self.count > 1)} with at most"
                 f" {self.tokens} tokens, in {seconds:.0f} s or less"
             )
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @torch.no_grad()
@@ -85,16 +82,15 @@ def answered(
         for prompt in (example.with_context, example.without):
             check_row(model, (*prompt, *(example.answer or ())), new)
     asked.sort(key=lambda i: len(found[i].with_context))
-    # in a batch of several lengths LongRoPE would go by the longest row
-    kind = (lambda length: length) if switch_lengths(model) else (lambda _: 0)
+    kind = _kind_of_length(model) if asked else (lambda _: 0)
     for batch in batches(asked, lambda i: len(found[i].with_context) + max_new_tokens, kind):
         for end in dict.fromkeys(found[i].end for i in batch):
             same_end = [i for i in batch if found[i].end == end]
             rows = [found[i].with_context for i in same_end]
-            timed = []
+            estimate = None
             if same_end[0] == asked[0]:
-                timed = [_Estimate(len(asked), len(rows) / len(asked), max_new_tokens, say)]
-            own = greedy(model, rows, max_new_tokens, end, timed)
+                estimate = _Estimate(len(asked), len(rows) / len(asked), max_new_tokens, say)
+            own = greedy(model, rows, max_new_tokens, end, estimate)
             for i, answer in zip(same_end, own, strict=True):
                 known[key(found[i])] = answer
                 found[i] = replace(found[i], answer=answer)
@@ -109,41 +105,56 @@ def answered(
     return found
 
 
+def _kind_of_length(model: PreTrainedModel) -> Callable[[int], int]:
+    """Equal for lengths of rows that may share a batch, in which each has the logits that it has
+    alone: LongRoPE goes by the longest row, and some models do not hide padding.
+    """
+    if switch_lengths(model) or not takes_padding(model, recurrent=False, tokenizer=None):
+        return lambda length: length
+    return lambda _: 0
+
+
 def ends_of(model: PreTrainedModel, end: Tokens) -> list[int]:
     """The ids that end an answer: ``end`` or those of the model's generation configuration."""
     return list(end or configured_ends(model))
 
 
+@torch.no_grad()
 def greedy(
     model: PreTrainedModel,
     rows: Sequence[Tokens],
     max_new_tokens: int,
     end: Tokens = (),
-    criteria: Sequence[StoppingCriteria] = (),
+    on_token: Callable[[], None] | None = None,
 ) -> list[Tokens]:
-    """The model's greedy continuation of each row of ids, up to and including the end token. It
-    ignores the model's generation configuration, because penalties in it lead to other tokens than
-    the model's first choice.
+    """The model's greedy continuation of each row of ids, up to and including the end token.
+
+    It calls the model itself. ``model.generate`` has other positions in some classes (RoBERTa, GIT)
+    than the model without a cache, and follows a generation configuration, in which penalties lead
+    to other tokens than the model's first choice.
+
+    on_token: called behind every token of the rows.
     """
     ends = ends_of(model, end)
-    ids, mask = padded(rows, "left")
-    check_length(model, ids.shape[1], max_new_tokens - 1)
-    device = input_device(model)
-    generate: Any = model.generate
-    configured, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        generated: Tensor = generate(
-            ids.to(device),
-            attention_mask=mask.long().to(device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else 0,
-            stopping_criteria=StoppingCriteriaList(criteria),
-        )
-    finally:
-        model.generation_config = configured
-    return [_up_to_end(row, ends) for row in generated[:, ids.shape[1] :].tolist()]
+    ids, mask = (x.to(input_device(model)) for x in padded(rows, "left"))
+    start = done = ids.shape[1]
+    check_length(model, start, max_new_tokens - 1)
+    cache, ended = None, torch.zeros_like(mask[:, 0])
+    for _ in range(max_new_tokens):
+        sequences = Sequences(ids, mask, ~mask, head=0)
+        if cache is None or switches(model, sequences):
+            cache, done = new_cache(model), 0
+        positions, longest = sequences.positions[:, done:], sequences.longest
+        logits = run(model, ids[:, done:], mask, positions, cache, longest=longest, last_logits=1)
+        done = ids.shape[1]
+        chosen = logits[:, -1].argmax(-1, keepdim=True).to(ids.device)
+        ids, mask = torch.cat([ids, chosen], 1), F.pad(mask, (0, 1), value=True)
+        if on_token is not None:
+            on_token()
+        ended |= torch.isin(chosen[:, 0], ids.new_tensor(ends))
+        if ended.all():
+            break
+    return [_up_to_end(row, ends) for row in ids[:, start:].tolist()]
 
 
 def _up_to_end(ids: list[int], ends: list[int]) -> Tokens:

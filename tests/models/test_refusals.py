@@ -275,6 +275,12 @@ def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
             patcher.compute(IDS, KEPT, absorbed=[(0, 1), (2, 3)])
 
 
+def test_padding_that_shifts_the_mask_of_a_cache() -> None:
+    """GIT takes a padded row in one call, but not token by token."""
+    with ContextPatcher(model_types.build("git", {})) as patcher:
+        refuses_padding(patcher)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_padding_that_a_recurrent_state_sees(dtype: torch.dtype) -> None:
     """RecurrentGemma's convolution reads it; Mamba's states do not."""

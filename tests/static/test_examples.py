@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.chats import TEMPLATE
-from support.random_models import build, longrope
+from support.random_models import build, longrope, tokens
 from support.word_tokenizer import VOCABULARY, word_tokenizer
 
 from icl_patch import embedded, static
@@ -19,6 +19,7 @@ from icl_patch.static.examples import Example, batches, pad
 from icl_patch.static.student import Student
 from icl_patch.static.targets import measure, targets_of
 from icl_patch.static.training import _shuffled
+from tools import model_types
 
 DEFAULT = "{% if messages[0].role != 'system' %}<system>be kind\n{% endif %}" + TEMPLATE
 
@@ -118,6 +119,25 @@ def test_answers_are_the_first_choices_whatever_the_model_generates_by_default()
         setattr(model.generation_config, name, value)
         assert answered(model, examples, 8) == plain
         assert getattr(model.generation_config, name) == value
+
+
+@pytest.mark.parametrize("name", ["bart", "roberta", "git"])
+def test_answers_where_padding_or_generate_would_change_them(name: str) -> None:
+    """BART sees padding, GIT sees it behind a cache; RoBERTa's ``generate`` has other positions."""
+    sizes = {"vocab_size": 97, "max_position_embeddings": 64, "pad_token_id": 1}
+    model = model_types.build(name, sizes)
+    for path, parameter in model.named_parameters():
+        if "position" in path:  # else the head's biases choose one token everywhere
+            parameter.data.mul_(3)
+    lengths = (3, 9, 4, 7, 2, 6)
+    rows = [(5, *x) for n in lengths for x in tokens(n, 1, n).clamp(3, 95).tolist()]
+    examples = [static.Example(row, row, end=(96,)) for row in rows]
+    for row, example in zip(rows, answered(model, examples, 12), strict=True):
+        own = list(row)
+        while len(own) < len(row) + 12 and own[-1] != 96:
+            with torch.no_grad():
+                own.append(int(model(torch.tensor([own]), use_cache=False).logits[0, -1].argmax()))
+        assert example.answer == tuple(own[len(row) :])
 
 
 def test_an_answers_last_token_needs_no_position() -> None:
