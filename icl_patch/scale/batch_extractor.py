@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.extractor import Batching, Extractor
 from icl_patch.scale.rows import Columns, Reject, Row, read_record
-from icl_patch.scale.run import Contents, finished_ids, open_run
+from icl_patch.scale.run import Contents, finished_rows, open_run
 
 
 class BatchExtractor:
@@ -59,7 +59,7 @@ class BatchExtractor:
             batching or Batching(),
         )
         open_run(Path(folder), self._extractor.run)
-        self._finished = finished_ids(Path(folder))
+        self._finished = finished_rows(Path(folder))
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Write the patches of a batch.
@@ -80,7 +80,7 @@ class BatchExtractor:
         todo = [row for key, row in readable.items() if key not in finished]
         rejected: list[Reject] = []
         for index in self._extractor.extract(todo, rejected):
-            finished.update(map(bytes.fromhex, index["id"].to_pylist()))
+            finished |= dict.fromkeys(map(bytes.fromhex, index["id"].to_pylist()))
         reasons = {row.id: row.reason for row in rejected}
         results = [
             {"id": None, "reason": row.reason}

@@ -14,7 +14,7 @@ from icl_patch.atomic_file import write_atomically
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.extractor import Batching, Extractor
 from icl_patch.scale.rows import Columns, Reject, Row, read_rows
-from icl_patch.scale.run import Contents, finished_ids, open_run
+from icl_patch.scale.run import Contents, drop_duplicates, finished_rows, open_run
 
 _GROUP = 8  # batches whose rows a process tokenizes together
 _WINDOW = 1024  # rows that are sorted by length: their texts are in memory
@@ -159,7 +159,8 @@ def extract_dataset(
 
     Raises:
         ValueError: the patcher has no tokenizer; the data set is missing, empty, lacks a column, or
-            has no row that can have a patch; or the folder has files of another run.
+            has no row that can have a patch; or the folder has files of another run, or patches
+            of other rows.
         PatchFormatError: a part of the folder's index is damaged.
         FingerprintMismatch: the model's weights have changed during the run.
         OSError: a file cannot be read or written; those that were written are whole.
@@ -168,7 +169,7 @@ def extract_dataset(
     columns, contents = columns or Columns(), contents or Contents()
     batching, share = batching or Batching(), share or Share.from_environment()
     extractor = Extractor(patcher, folder, columns, contents, batching)
-    finished = finished_ids(folder)
+    finished = finished_rows(folder)
     plan = make_plan(extractor, dataset, finished)
     on_plan(plan)
     open_run(folder, extractor.run)
@@ -183,6 +184,7 @@ def extract_dataset(
                 largest = max(largest, *table["replay_error"].fill_null(0).to_pylist())
         passed += len(group)
         progress(passed, plan.distinct)
+    drop_duplicates(folder)
     rounded = patches > 0 and contents.factors_dtype is not None
     error = largest if rounded else None
     rejects = _save_rejected(folder, share, rejected)
@@ -235,24 +237,32 @@ def _distinct(
             yield row
 
 
-def make_plan(extractor: Extractor, dataset: Path, finished: set[bytes]) -> Plan:
+def make_plan(extractor: Extractor, dataset: Path, finished: Mapping[bytes, int | None]) -> Plan:
     """Read the whole data set once, and if there is something to do, compute a patch.
 
-    finished: the ids of the patches that are there.
+    finished: the ids of the patches that are there, and their rows.
 
     Raises:
-        ValueError: the data set is empty or lacks a column, or none of its first rows can have a
-            patch.
+        ValueError: the data set is empty or lacks a column, none of its first rows can have a
+            patch, or it has other rows where the patches say that theirs are.
     """
     seen: set[bytes] = set()
     sample: list[Row] = []
     rejected: list[Reject] = []
     rows = todo = characters = 0
+    there = {number: key for key, number in finished.items()}
     for row in read_rows(dataset, extractor.columns):
+        key = None if isinstance(row, Reject) else row.id(extractor.columns)
+        if there.get(rows, key) != key:
+            raise ValueError(
+                f"expected a data set whose rows are those of the patches in {extractor.folder},"
+                f" with new ones behind them, got another row {rows} in {dataset}: add rows at the"
+                " end, or choose another folder"
+            )
         rows += 1
         if isinstance(row, Reject):
             rejected.append(row)
-        elif (key := row.id(extractor.columns)) not in seen:
+        elif key is not None and key not in seen:
             seen.add(key)
             sample += [row] if len(sample) < _SAMPLE else []
             if key not in finished:

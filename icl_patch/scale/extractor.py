@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from icl_patch.atomic_file import write_atomically
 from icl_patch.errors import ControllabilityError, NonFiniteError, PatchFormatError
 from icl_patch.invariance.arithmetic import rounding_dtype
 from icl_patch.layers.device_hooks import input_device
@@ -31,7 +29,7 @@ from icl_patch.patch.parameter_changes import parameter_changes
 from icl_patch.patch.serialization import check_finite, widened
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row
-from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Contents, Run, check_folder
+from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Contents, Run, check_folder, write_part
 
 _TRIED = 8  # rows, to measure the size of a patch
 _PADDING = 1 / 8  # of a batch's kept tokens at most: it would be written too
@@ -191,9 +189,7 @@ class Extractor:
         else:
             stored.save(self.folder / SHARDS / f"{name}.safetensors")
         table = self._index(patch.select(layers=contents.layers), rows, ids, name, errors)
-        buffer = pa.BufferOutputStream()
-        pq.write_table(table, buffer)
-        write_atomically(self.folder / INDEX / f"{name}.parquet", [memoryview(buffer.getvalue())])
+        write_part(self.folder / INDEX / f"{name}.parquet", table)
         return table
 
     def _replayed(self, patch: ContextPatch) -> tuple[ContextPatch, list[float]]:

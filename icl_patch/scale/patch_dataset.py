@@ -56,10 +56,17 @@ class PatchDataset:
         return patch.select(rows=rows, tokens=slice(row["kept_tokens"]))
 
     def batches(self) -> Iterator[tuple[pa.Table, ContextPatch]]:
-        """Every shard: its rows of the index, and their patch; raises as :meth:`__getitem__`."""
+        """Every shard: its rows of the index, and their patch. If another shard has some of its
+        rows, the others come one by one. Raises as :meth:`__getitem__`.
+        """
         for file in dict.fromkeys(self.index["file"].to_pylist()):
             table = self.index.filter(pc.field("file") == file).sort_by("offset")
-            yield table, self._load(file)
+            patch = self._load(file)
+            if len(table) == len(patch.kept_ids):
+                yield table, patch
+                continue
+            for place, row in enumerate(table["offset"].to_pylist()):
+                yield table.slice(place, 1), patch.select(rows=slice(row, row + 1))
 
     def _load(self, file: str | None) -> ContextPatch:
         if file is None:

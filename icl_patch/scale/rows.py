@@ -207,7 +207,7 @@ def _columnar(file: Path, columns: Columns) -> Iterator[Any]:
     parquet = file.suffix == ".parquet"
     try:
         if parquet:
-            opened = pq.ParquetFile(file)
+            opened = pq.ParquetFile(file.absolute())  # "s3:x" is a URI for pyarrow
             _check_columns(file, opened.schema_arrow.names, columns)
             batches = opened.iter_batches(_READ_AT_ONCE, columns=columns.names)
         else:

@@ -203,7 +203,8 @@ def read_index(folder: Path, columns: list[str] | None = None) -> pa.Table:
         empty = pa.schema(COLUMNS).empty_table()
         return empty if columns is None else empty.select(columns)
     try:
-        return pq.read_table(folder / INDEX, columns=columns)
+        # absolute: a name such as "s3:x" is a URI for pyarrow
+        return pq.read_table((folder / INDEX).absolute(), columns=columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise PatchFormatError(
             f"expected whole Parquet files in {folder / INDEX}, got {error}: delete the damaged"
@@ -211,12 +212,38 @@ def read_index(folder: Path, columns: list[str] | None = None) -> pa.Table:
         ) from error
 
 
-def finished_ids(folder: Path) -> set[bytes]:
-    """The ids of the patches in a folder, 16 bytes each: in the index, with their factors."""
+def finished_rows(folder: Path) -> dict[bytes, int | None]:
+    """The ids of the patches in a folder, 16 bytes each, which are in the index, with their
+    factors; and their rows in the data set, None if unknown.
+    """
     shards = {f"{SHARDS}/{name}" for name in _names(folder / SHARDS)} | {None}
-    table = read_index(folder, ["id", "file"])
-    pairs = zip(table["id"].to_pylist(), table["file"].to_pylist(), strict=True)
-    return {bytes.fromhex(id_) for id_, file in pairs if file in shards}
+    table = read_index(folder, ["id", "row", "file"])
+    entries = zip(*(column.to_pylist() for column in table.columns), strict=True)
+    return {bytes.fromhex(id_): row for id_, row, file in entries if file in shards}
+
+
+def drop_duplicates(folder: Path) -> None:
+    """Let the index have every patch once, in the first part by name. Processes that run at the
+    same time with other batches write some twice.
+    """
+    ids = read_index(folder, ["id"])["id"].to_pylist()
+    seen: set[str] = set()
+    for name in _names(folder / INDEX) if len(set(ids)) < len(ids) else []:
+        path = folder / INDEX / name
+        table = pq.read_table(path.absolute())
+        new = [id_ not in seen for id_ in table["id"].to_pylist()]
+        seen.update(table["id"].to_pylist())
+        if not all(new):
+            write_part(path, table.filter(pa.array(new)))  # if empty, others may be reading it
+        if not any(new):
+            (folder / SHARDS / name).with_suffix(".safetensors").unlink(missing_ok=True)
+
+
+def write_part(path: Path, table: pa.Table) -> None:
+    """Write a part of the index."""
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer)
+    write_atomically(path, [memoryview(buffer.getvalue())])
 
 
 def _names(folder: Path) -> list[str]:

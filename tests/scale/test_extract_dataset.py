@@ -254,14 +254,15 @@ def test_some_layers(patcher: ContextPatcher, dataset: Path, tmp_path: Path) -> 
 
 
 def test_further_rows_and_duplicates(
-    patcher: ContextPatcher, extracted: Path, tmp_path: Path
+    patcher: ContextPatcher, extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what is new is computed; equal rows share a patch."""
-    folder = shutil.copytree(extracted, tmp_path / "more")
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(extracted, Path("s3:more"))  # which pyarrow takes for a URI
     leftover = folder / "shards" / ".icl-patch-1"
     leftover.touch()  # a process that was killed long ago left it
     os.utime(leftover, (0, 0))
-    more = [*ROWS[:5], {"context": "new", "kept": "row"}, *ROWS, {"context": "new", "kept": "row"}]
+    more = [*ROWS, {"context": "new", "kept": "row"}, *ROWS[:5], {"context": "new", "kept": "row"}]
     summary = scale.extract_dataset(
         patcher, write_json_lines(tmp_path / "more.jsonl", more), folder, batching=SMALL
     )
@@ -272,6 +273,53 @@ def test_further_rows_and_duplicates(
     assert len(ids) == len(set(ids)) == len(ROWS) + 1
     assert files(extracted).items() <= files(folder).items()
     assert not list(folder.rglob(".*"))
+
+
+MOVED = {"in front": [ROWS[-1], *ROWS], "reversed": ROWS[::-1], "other": prompts(24)[1::2]}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_rows_that_are_not_where_the_index_says(
+    case: str, patcher: ContextPatcher, extracted: Path, tmp_path: Path
+) -> None:
+    before = files(extracted)
+    moved = write_json_lines(tmp_path / "rows.jsonl", MOVED[case])
+    with pytest.raises(ValueError, match=r"rows are those of the patches in .*, got another row 0"):
+        scale.extract_dataset(patcher, moved, extracted, batching=SMALL)
+    assert files(extracted) == before
+
+
+def test_runs_at_the_same_time(
+    patcher: ContextPatcher, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One begins when another has its plan. No patch is in the index twice, and all are right, also
+    in a shard of which another one has some rows.
+    """
+    count = itertools.count()  # names in the order of writing: the first patch of a row stays
+    monkeypatch.setattr(scale.run.Run, "name_of", lambda run, _: f"{run.key}-{next(count):02}")
+    out, some = tmp_path / "out", write_json_lines(tmp_path / "some.jsonl", ROWS[:5])
+
+    def begin(_: Any) -> None:
+        scale.extract_dataset(patcher, some, out, batching=SMALL)
+
+    scale.extract_dataset(patcher, dataset, out, batching=SMALL, on_plan=begin)
+    patches = scale.PatchDataset(out)
+    assert patches.index["row"].to_pylist() == list(range(len(ROWS)))
+    assert {f"shards/{x.name}" for x in out.glob("shards/*")} == {
+        *patches.index["file"].to_pylist()
+    }
+    model = build("llama", vocab_size=VOCABULARY)
+    found, cut = [], 0
+    for table, patch in patches.batches():
+        whole = ContextPatch.load(out / table["file"][0].as_py())
+        cut += len(patch.kept_ids) < len(whole.kept_ids)
+        logits = patcher.forward(patch.kept_ids, patch)
+        for place, entry in enumerate(table.to_pylist()):
+            own = own_logits(model, TOKENIZER, ROWS[entry["row"]])
+            got = logits[place, : entry["kept_tokens"]]
+            assert float(metrics.linf(got, own).max()) <= noise_limit(patcher.model)
+            found.append(entry["row"])
+    assert sorted(found) == list(range(len(ROWS))) and cut
 
 
 def test_processes_share_the_work(patcher: ContextPatcher, tmp_path: Path) -> None:
@@ -449,8 +497,10 @@ def test_damaged_and_missing_files(
     scale.extract_dataset(patcher, dataset, folder, batching=SMALL)
     assert files(folder) == files(extracted)
     shard.unlink()  # and its rows are no longer in the data set: the index forgets it
-    others = write_json_lines(tmp_path / "rows.jsonl", [{"context": "new", "kept": "row"}])
-    scale.extract_dataset(patcher, others, folder)
+    new = [{"context": f"new {place}", "kept": "row"} for place in range(len(ROWS))]
+    there = scale.PatchDataset(extracted).index["file"].to_pylist()
+    others = [new[n] if there[n] == f"shards/{shard.name}" else ROWS[n] for n in range(len(ROWS))]
+    scale.extract_dataset(patcher, write_json_lines(tmp_path / "rows.jsonl", others), folder)
     named = set(scale.PatchDataset(folder).index["file"].to_pylist())
     assert named == {f"shards/{path.name}" for path in (folder / "shards").iterdir()}
 

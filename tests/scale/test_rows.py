@@ -58,9 +58,13 @@ KINDS: dict[str, Callable[[Path, list[dict]], Path]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_file_has_the_same_rows(name: str, tmp_path: Path) -> None:
-    """And says which column is missing."""
-    dataset = KINDS[name](tmp_path / name, RECORDS)
+def test_every_kind_of_file_has_the_same_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says which column is missing. Also under a relative name that looks like a URI."""
+    KINDS[name](tmp_path / f"s3:{name}", RECORDS)
+    monkeypatch.chdir(tmp_path)
+    dataset = Path(f"s3:{name}")
     assert list(read_rows(dataset, Columns())) == ROWS
     columns = Columns(context="prompt")
     if name.endswith("jsonl") or name == "folder":  # a line of JSON can have any columns
