@@ -45,10 +45,16 @@ class PatchDataset:
 
         Raises:
             KeyError, IndexError: there is no such patch.
+            TypeError: the key is neither a place nor an id.
             ValueError: the data set has statistics without factors.
             PatchFormatError, FingerprintMismatch: the file is damaged, or of another run.
             OSError: the file cannot be read.
         """
+        if not isinstance(key, str) and not hasattr(key, "__index__"):
+            raise TypeError(
+                f"expected the place of one patch, or its id, got {key!r:.40}; batches() returns"
+                " several at once"
+            )
         place = self._places[key] if isinstance(key, str) else range(len(self))[key]
         [row] = self.index.slice(place, 1).select(["file", "offset", "kept_tokens"]).to_pylist()
         patch = self._load(row["file"])

@@ -145,6 +145,9 @@ def test_the_index_says_what_the_files_hold(extracted: Path) -> None:
                 got = torch.tensor(entry["norms"][module][int(layer)][token])
                 size = change.double().norm()
                 assert within_roundings(got, size, change.shape[-1], size), (name, token)
+    for several in (slice(0, 2), [0, 1]):
+        with pytest.raises(TypeError, match="expected the place of one patch, or its id, got"):
+            patches[several]
     assert json.loads(patches.index.schema.metadata[b"icl_patch"]) == vars(patches.run)
 
 
