@@ -29,10 +29,12 @@ def read_prompt(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase
     """The prompt that the options give, with its context and without it.
 
     Raises:
-        ValueError: as :func:`icl_patch.models.prompts.make_prompt`.
+        ValueError: as :func:`icl_patch.models.prompts.make_prompt`, and for a tokenizer that cannot
+            split it.
     """
-    from icl_patch.models.prompts import make_prompt
+    from icl_patch.models.prompts import check_offsets, make_prompt
 
+    check_offsets(tokenizer)
     return make_prompt(
         tokenizer,
         options.question,
@@ -66,11 +68,12 @@ def check_chat(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase"
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase", columns: "Columns") -> None:
-    """Raises ValueError if the contexts of a data set are parts of chats, and the tokenizer's chat
-    template cannot write them.
+    """Raises ValueError if the tokenizer cannot split the prompts of a data set, or if they are
+    chats, and its chat template cannot write them.
     """
-    from icl_patch.models.prompts import chat_text
+    from icl_patch.models.prompts import chat_text, check_offsets
 
+    check_offsets(tokenizer)
     if columns.chat or columns.system:
         chat_text(tokenizer, "a", "b" if columns.system else None)
 

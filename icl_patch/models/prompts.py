@@ -228,14 +228,24 @@ def own_front(tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return tuple(encoded["input_ids"][: special.index(0)])
 
 
+def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a slow tokenizer: it does not know where in a text a token begins."""
+    if not tokenizer.is_fast:
+        raise ValueError(
+            "expected a fast tokenizer, which knows where in a text a token begins, to cut a prompt"
+            f" behind its context, got {type(tokenizer).__name__}, which is slow: give the model's"
+            " folder a tokenizer.json, or in Python give ids, context_ids and kept_ids, to compute"
+        )
+
+
 def split_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Tensor, Tensor]:
     """The tokens of the prompt with its context, (1, C) and (1, T), cut where the kept text begins:
     together those of :func:`encode`. A token across the cut is kept.
 
     Raises:
-        ValueError: one side has no tokens; or as :func:`encode`.
-        NotImplementedError: the tokenizer is slow: it does not know where a token begins.
+        ValueError: one side has no tokens; or as :func:`encode` and :func:`check_offsets`.
     """
+    check_offsets(tokenizer)
     text, at = prompt.with_context, prompt.kept
     check_text(text)
     # of long texts the tokenizer warns where we raise an error

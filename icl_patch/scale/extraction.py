@@ -158,9 +158,9 @@ def extract_dataset(
         progress: is called with the number of rows passed, and of all.
 
     Raises:
-        ValueError: the patcher has no tokenizer; the data set is missing, empty, lacks a column, or
-            has no row that can have a patch; or the folder has files of another run, or patches
-            of other rows.
+        ValueError: the patcher has no tokenizer or a slow one; the data set is missing, empty,
+            lacks a column, or has no row that can have a patch; or the folder has files of another
+            run, or patches of other rows.
         PatchFormatError: a part of the folder's index is damaged.
         FingerprintMismatch: the model's weights have changed during the run.
         OSError: a file cannot be read or written; those that were written are whole.

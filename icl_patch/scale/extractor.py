@@ -21,7 +21,7 @@ from icl_patch.invariance.arithmetic import rounding_dtype
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.metrics import replay_error
 from icl_patch.models.positions import switch_lengths
-from icl_patch.models.prompts import padded
+from icl_patch.models.prompts import check_offsets, padded
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.logit_digest import LogitDigest
 from icl_patch.patch.low_rank import LowRank
@@ -59,8 +59,8 @@ class Extractor:
     Args: see :func:`icl_patch.scale.extract_dataset`.
 
     Raises:
-        ValueError: the patcher has no tokenizer, no layers would be left, or the folder has files
-            of another run.
+        ValueError: the patcher has no tokenizer or a slow one, no layers would be left, or the
+            folder has files of another run.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Extractor:
                 "expected a patcher with a tokenizer, got one without: ContextPatcher(model,"
                 " tokenizer=tokenizer)"
             )
+        check_offsets(patcher.tokenizer)
         self.patcher, self.folder = patcher, folder
         self.columns, self.contents, self.batching = columns, contents, batching
         self.run = Run.of(patcher, contents)

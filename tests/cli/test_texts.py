@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 from support.commands import Run
+from support.data_sets import write_json_lines
+from support.random_models import build
+from transformers import ByT5Tokenizer, LlamaConfig
 
 from icl_patch import ContextPatcher, embedded, static
 from icl_patch.evaluation.loading import encode_contexts
@@ -113,6 +116,41 @@ def test_every_command_names_the_file_and_its_encoding(
     assert (status, out) == (2, "")
     assert f"expected UTF-8 text in {file}, got the byte order mark of UTF-16 at 0" in err
     assert sorted(tmp_path.iterdir()) == [file, good]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "extract SLOW --context a --question b --out p.safetensors",
+        "extract SLOW --dataset rows.jsonl --out p",
+        "verify SLOW --dataset rows.jsonl",
+        "report SLOW --context a --question b --out p.html",
+    ],
+)
+def test_a_slow_tokenizer_cannot_cut_a_prompt(
+    command: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model, which is not there, would be loaded after this."""
+    if "--dataset" in command:
+        pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    ByT5Tokenizer().save_pretrained("slow")
+    LlamaConfig().save_pretrained("slow")
+    write_json_lines(tmp_path / "rows.jsonl", [{"context": "a", "kept": "b"}])
+    status, out, err = run(*command.replace("SLOW", "slow").split())
+    assert (status, out) == (2, "")
+    assert "expected a fast tokenizer, which knows where in a text a token begins" in err
+    assert "got ByT5Tokenizer, which is slow: give" in err
+
+
+def test_a_slow_tokenizer_in_python() -> None:
+    model, tokenizer = build("llama", vocab_size=400), ByT5Tokenizer()
+    with ContextPatcher(model, "stable", tokenizer=tokenizer) as patcher:
+        with pytest.raises(ValueError, match="expected a fast tokenizer"):
+            patcher.ask("a", "b")
+        scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow")
+        with pytest.raises(ValueError, match="expected a fast tokenizer"):
+            scale.extract_dataset(patcher, "rows.jsonl", "patches")
 
 
 BYTE, SURROGATE = "caf\udce9", "half \ud83d"
