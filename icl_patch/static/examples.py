@@ -4,7 +4,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TypeVar
+from operator import index
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ class Example:
         end_is_guessed: whether ``end`` is only a guess, as for a text without ``end=``.
 
     Raises:
-        ValueError: one of them is empty.
+        ValueError: one of them is empty, or no row of ids.
     """
 
     with_context: Tokens
@@ -50,13 +51,30 @@ class Example:
     def __post_init__(self) -> None:
         for name in ("with_context", "without", "answer", "end"):
             ids = getattr(self, name)
-            object.__setattr__(self, name, ids if ids is None else tuple(ids))
+            optional = ids is None and name == "answer"
+            object.__setattr__(self, name, None if optional else as_ids(name, ids))
         if not self.with_context or not self.without or self.answer == ():
             lengths = len(self.with_context), len(self.without)
             raise ValueError(
                 f"expected two prompts and an optional answer, none of them empty, got {lengths[0]}"
                 f" and {lengths[1]} tokens and the answer {self.answer}"
             )
+
+
+def as_ids(name: str, ids: Any) -> Tokens:
+    """Ids of a list, an array or a tensor as integers, which can be compared and written to JSON.
+
+    Raises:
+        ValueError: they are no row of integers.
+    """
+    try:
+        return tuple(map(index, ids.tolist() if hasattr(ids, "tolist") else ids))
+    except TypeError as error:
+        raise ValueError(
+            f"expected {name} as one row of integer ids, got {ids!r:.80}: of a batch (B, T) give"
+            " each row by itself, and encode texts with a tokenizer, as static.examples and"
+            " static.documents do"
+        ) from error
 
 
 def examples(

@@ -19,7 +19,7 @@ from icl_patch.models.model_checks import check_eval
 from icl_patch.models.prompts import Tokens
 from icl_patch.patch.low_rank import LowRank
 from icl_patch.static.answers import Answers, answered, ends_of
-from icl_patch.static.examples import Example, check_row, documents, preserved_texts
+from icl_patch.static.examples import Example, as_ids, check_row, documents, preserved_texts
 from icl_patch.static.matrices import find_matrices
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 from icl_patch.static.student import Student
@@ -108,7 +108,7 @@ def fit(
         HarmfulPatchError: the KL divergence on held-out questions is larger with the patch than
             without one, or that on preserved texts that were not fitted is above 0.2.
         UnsupportedModelError: a block of the model cannot have a static patch, or its weights are
-            offloaded.
+            offloaded or created in inference mode.
         ValueError: there are no examples, or one is also in ``held_out``; an option does not fit;
             the rank is above that of a matrix; two examples want different answers to one prompt;
             activations are NaN; the model is in training mode; ``start`` changes other matrices; or
@@ -138,11 +138,12 @@ def fit(
     known = {} if start is None else _factors_of(start, model, matrices)
     if preserve is None and tokenizer is not None:
         preserve = documents(model, tokenizer, preserved_texts())
-    _check_rows(model, examples, held_out, preserve or ())
+    texts = [] if preserve is None else [as_ids("a text to preserve", x) for x in preserve]
+    _check_rows(model, examples, held_out, texts)
     answering = time.perf_counter()
     every = answered(model, [*examples, *held_out], max_new_tokens, answers, say)
     answering = time.perf_counter() - answering
-    rows = _split(model, examples, held_out, every, preserve or ())
+    rows = _split(model, examples, held_out, every, texts)
     notes = _unknown(rows, max_new_tokens)
     for note in notes:
         warnings.warn(note, StaticPatchWarning, stacklevel=4)  # behind two decorators
@@ -193,8 +194,8 @@ def fit(
 
 
 def _check_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-    """Raises UnsupportedModelError for a model that is offloaded, or spread over devices if it were
-    to be copied into ``dtype``.
+    """Raises UnsupportedModelError for a model that is offloaded, without gradients through its
+    weights, or spread over devices if it were to be copied into ``dtype``.
     """
     away = [name for name, weight in model.named_parameters() if weight.is_meta]
     if away:
@@ -202,6 +203,12 @@ def _check_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
             f"expected a model in memory for a fit, got one with {away[0]} offloaded: a gradient"
             " step keeps all the weights that it reads, so offloading saves nothing. Spread it over"
             " devices with device_map; a patch that was fitted elsewhere can be applied offloaded"
+        )
+    if any(weight.is_inference() for weight in model.parameters()):
+        raise UnsupportedModelError(
+            "expected a model for a fit that was loaded outside torch.inference_mode(), got weights"
+            " created in it, through which there are no gradients: load it outside, or fit"
+            " copy.deepcopy(model), made outside"
         )
     if has_accelerate_hooks(model) and dtype not in (None, model.dtype):
         raise UnsupportedModelError(
@@ -245,16 +252,13 @@ def _check_rows(
     model: PreTrainedModel,
     examples: Sequence[Example],
     held_out: Sequence[Example],
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Tokens],
 ) -> None:
-    """Raises ValueError for texts that are no ids of the model's, or held-out prompts that are
-    among the examples; before the model answers, which takes most of the time.
+    """Raises ValueError for texts that are empty or no ids of the model's, or held-out prompts that
+    are among the examples; before the model answers, which takes most of the time.
     """
-    if any(isinstance(text, str) or not len(text) for text in texts):
-        raise ValueError(
-            "expected ids of texts to preserve, at least one id in each, got a string or no ids:"
-            " static.documents returns ids"
-        )
+    if () in texts:
+        raise ValueError("expected at least one id in each text to preserve, got none in one")
     for text in texts:
         check_row(model, text, 1)
     prompts = {example.without for example in examples}
@@ -269,13 +273,13 @@ def _split(
     examples: Sequence[Example],
     held_out: Sequence[Example],
     asked: list[Example],
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Tokens],
 ) -> _Rows:
     """Hold out some of the prompts, if none are given, and every fifth text.
 
     asked: the examples and those held out, answered.
     """
-    own = list(dict.fromkeys(map(tuple, texts)))  # one that is held out must not be fitted too
+    own = list(dict.fromkeys(texts))  # one that is held out must not be fitted too
     fitted, held = asked[: len(examples)], asked[len(examples) :]
     number = {ids: i for i, ids in enumerate(dict.fromkeys(x.without for x in fitted))}
     endless = [

@@ -203,8 +203,9 @@ class StaticPatch:
 
         Raises:
             FingerprintMismatch, PatchFormatError: as :meth:`applied`; no weight is changed then.
-            TypeError: a module is not a linear map with a plain weight, which the fit needs too, or
-                it shares its weight with another module, like a head tied to the embeddings.
+            TypeError: a module is not a linear map with a plain weight, which the fit needs too; it
+                shares its weight with another module, like a head tied to the embeddings; or the
+                weight was created in inference mode, and this is called outside.
         """
         self.check_model(model)
         self._check_own_weights(model)
@@ -219,7 +220,8 @@ class StaticPatch:
 
     def _check_own_weights(self, model: PreTrainedModel) -> None:
         for path in self.changes:
-            weight = getattr(model.get_submodule(path), "weight", None)
+            module = model.get_submodule(path)
+            weight = getattr(module, "weight", None)
             holders = [
                 name
                 for name, part in model.named_modules()
@@ -229,6 +231,13 @@ class StaticPatch:
                 raise TypeError(
                     f"expected weights in memory to merge into, got those of {path} offloaded: use"
                     " applied, or load the model without offloading"
+                )
+            fixed = any(own.is_inference() for own in module.parameters())
+            if fixed and not torch.is_inference_mode_enabled():
+                raise TypeError(
+                    f"expected weights that can be written, got those of {path}, created in"
+                    " inference mode: merge within torch.inference_mode(), or load the model"
+                    " outside"
                 )
             if len(holders) > 1:
                 raise TypeError(

@@ -259,7 +259,11 @@ def first_factors(
     start: dict[str, LowRank],
     device: torch.device,
 ) -> dict[str, LowRank]:
-    """u = 0 and random v, as in a LoRA; or the factors of a patch, scaled to equal sizes."""
+    """u = 0 and random v, as in a LoRA; or the factors of a patch, scaled to equal sizes.
+
+    Of a patch of a lower rank than it has factors, the others stay as in a LoRA: where both u and v
+    are 0, so are the gradients.
+    """
     generator = torch.Generator().manual_seed(seed)
     changes = {}
     for path, (n, k) in matrices.items():
@@ -267,6 +271,9 @@ def first_factors(
         u = torch.zeros(rank, n, dtype=torch.float32)
         if path in start:
             given = start[path].truncated(rank)
-            u[: given.rank], v[: given.rank] = given.u, given.v
+            sizes = given.u.norm(dim=1) * given.v.norm(dim=1)  # the singular values
+            above = sizes > torch.finfo(torch.float32).eps * max(n, k) * sizes.max()
+            count = int(above.sum())
+            u[:count], v[:count] = given.u[:count], given.v[:count]
         changes[path] = LowRank(u.to(device), v.to(device))
     return changes

@@ -1,9 +1,11 @@
 """Examples: from text and chats, the token in front, and the model's answers."""
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,6 +184,18 @@ def test_empty_parts_are_refused() -> None:
     for change in ({"with_context": ()}, {"without": ()}, {"answer": ()}):
         with pytest.raises(ValueError, match="none of them empty"):
             static.Example(**{"with_context": (1, 2), "without": (2,), **change})
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_ids_of_every_kind_are_integers(kind: Any) -> None:
+    plain = static.Example((1, 2), (2,), (3,), (4,))
+    ids = (kind([1, 2]), kind([2]), kind([3]), kind([4]))
+    found = static.Example(*ids)
+    assert found == plain and hash(found) == hash(plain)
+    assert json.dumps(found.with_context) == "[1, 2]"
+    for bad in ([[1, 2]], [1.0]):
+        with pytest.raises(ValueError, match="expected without as one row of integer ids, got"):
+            static.Example((1,), kind(bad))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from icl_patch.static.answers import answered
 from icl_patch.static.matrices import find_matrices
 from icl_patch.static.student import Student
 from icl_patch.static.targets import targets_of, targets_of_texts
-from icl_patch.static.training import Training
+from icl_patch.static.training import Training, first_factors
 
 answers_module = importlib.import_module("icl_patch.static.answers")
 fit_module = importlib.import_module("icl_patch.static.fit")
@@ -271,7 +271,7 @@ def test_a_question_of_several_contexts_is_held_out_in_all() -> None:
     """
     examples = random_examples(count=7)
     other = [replace(x, with_context=(1, 7, 8, 9, *x.without[1:])) for x in examples]
-    rows = split(examples + other, [[3, 4, 5]] * 10)
+    rows = split(examples + other, [(3, 4, 5)] * 10)
     held, fitted = ({x.without for x in part} for part in (rows.held_out, rows.fitted))
     assert len(held) == 1 and len(fitted) == 6 and not held & fitted
     assert len(rows.held_out) == 2
@@ -303,6 +303,18 @@ def test_a_fit_starts_from_a_patch() -> None:
         assert (change.dense() - start.changes[path].dense()).norm() < 1e-4 * change.dense().norm()
     with pytest.raises(ValueError, match=r"got one that changes model\.layers\.0\.mlp"):
         fit(model, examples, first_block=2, start=start)
+
+
+def test_a_start_of_a_lower_rank_leaves_directions_to_train() -> None:
+    """Those that are zero in both factors have no gradients."""
+    start, cpu = random_patch(build("llama"), 0, rank=2), torch.device("cpu")
+    sizes = {path: (x.u.shape[1], x.v.shape[1]) for path, x in start.changes.items()}
+    fresh = first_factors(sizes, 5, 0, {}, cpu)
+    for given, rank in ((0.0 * start, 0), (static.mean([start, start, start]), 2)):
+        for path, change in first_factors(sizes, 5, 0, given.changes, cpu).items():
+            expected = given.changes[path].dense()
+            assert (change.dense() - expected).norm() <= 1e-6 * expected.norm()
+            assert not change.u[rank:].any() and torch.equal(change.v[rank:], fresh[path].v[rank:])
 
 
 def test_a_seed_gives_the_same_patch_and_the_model_stays_as_it_is() -> None:
@@ -393,7 +405,12 @@ def test_a_matrix_that_no_patch_can_be_merged_into_is_refused_before_the_fit() -
         ({"kappa": math.inf}, "kappa ≥ 0"),
         ({"seconds": 0.0}, "a positive number of seconds"),
         ({"seconds": 1e-6}, "enough seconds for a step, got 1e-06"),
-        ({"preserve": ["text"]}, "expected ids of texts to preserve"),
+        (
+            {"preserve": ["text"]},
+            "a text to preserve as one row of integer ids, got 'text'",
+        ),
+        ({"preserve": [tokens(0, 2, 3)]}, "expected a text to preserve as one row of integer ids"),
+        ({"preserve": [()]}, "expected at least one id in each text to preserve, got none"),
         ({"preserve": [(200,)]}, "expected ids from 0 to 96"),
         ({"preserve": None}, "expected a tokenizer for the texts to preserve"),
         ({"held_out": random_examples()}, "not among the examples, got 8 that are"),
@@ -425,6 +442,10 @@ def test_bad_models_and_examples_are_refused() -> None:
     model = build("llama")
     with ContextPatcher(model), pytest.raises(TypeError, match="detach the patcher"):
         fit(model, random_examples())
+    with torch.inference_mode():
+        without_gradients = build("llama")
+    with pytest.raises(UnsupportedModelError, match="got weights created in it"):
+        fit(without_gradients, random_examples())
     with torch.no_grad():
         model.lm_head.weight[5] = math.nan
     with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity"):

@@ -115,6 +115,21 @@ def test_a_shared_weight_is_not_merged_into() -> None:
     assert torch.equal(logits(model), plain)
 
 
+def test_weights_that_cannot_be_written_are_not_merged_into() -> None:
+    """Those of one module were created in inference mode: no other is changed either."""
+    model = build("llama")
+    patch, plain = random_patch(model, 0), logits(model)
+    last: Any = model.model.layers[2].mlp.down_proj
+    with torch.inference_mode():
+        last.weight = nn.Parameter(last.weight.clone(), requires_grad=False)
+    with pytest.raises(TypeError, match=r"got those of model\.layers\.2\.mlp\.down_proj,"):
+        patch.merge(model)
+    assert torch.equal(logits(model), plain)
+    expected = changed_by_hand(model, {1.0: patch})
+    with torch.inference_mode():
+        assert close(logits(patch.merge(model)), expected)
+
+
 def test_patches_that_do_not_fit_change_nothing() -> None:
     model = build("llama")
     patch = random_patch(model, 0)
