@@ -4,8 +4,10 @@ Nothing here imports torch before an option's value asks for it.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from icl_patch.cli.progress import import_torch
@@ -284,7 +286,9 @@ def _nameable(text: str) -> Path:
 
 
 def writable(suffix: str) -> Callable[[str], Path]:
-    """An output file in an existing folder, so that no result is lost to a mistyped name."""
+    """An output file in a folder that can be written, so that no result is lost to a mistyped
+    name.
+    """
 
     def check(text: str) -> Path:
         path = _nameable(text)
@@ -296,6 +300,15 @@ def writable(suffix: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(
                 f"expected a folder that exists, got {str(path.parent)!r}"
             )
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}")
+        folder = Path(os.path.realpath(path)).parent  # as write_atomically replaces a link's target
+        try:
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(
+                f"expected a folder that can be written, got {str(folder)!r}: {error.strerror}"
+            ) from error
         return path
 
     return check

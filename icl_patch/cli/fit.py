@@ -173,6 +173,19 @@ def _read_entries(file: Path) -> list[dict[str, Any]]:
                 f"expected examples with questions, a context or a system message, and perhaps"
                 f" answers in {file}, got {sorted(entry)}"
             )
+        questions, answers = entry["questions"], entry.get("answers")
+        if not isinstance(questions, list) or not isinstance(answers, list | None):
+            raise ValueError(
+                f"expected lists of questions and answers in {file}, got {questions!r:.40} and"
+                f" {answers!r:.40}"
+            )
+        texts = [entry[name] for name in ("context", "system") if entry.get(name) is not None]
+        wrong = [text for text in (*texts, *(answers or ())) if not isinstance(text, str)]
+        if wrong:
+            raise ValueError(
+                f"expected the context, the system message and each answer in {file} as text, got"
+                f" {wrong[0]!r:.80}"
+            )
     return entries
 
 
@@ -185,7 +198,7 @@ def _check_prompts(
     from icl_patch.models.prompts import make_prompt
 
     for entry in entries:
-        for question in entry["questions"] if isinstance(entry["questions"], list) else ():
+        for question in entry["questions"]:
             places = {name: entry.get(name) for name in ("context", "system")}
             make_prompt(tokenizer, question, chat=options.chat, **places)
 

@@ -1,6 +1,5 @@
 """Running a model so that a row's bits do not depend on the other rows."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, reason_against, running_in
 from icl_patch.layers.device_hooks import input_device
-from icl_patch.models.forward import cache_in, call, needs_media_positions, position_input
+from icl_patch.models.forward import by_name, cache_in, call, needs_media_positions, position_input
 from icl_patch.models.forward_override import ForwardOverrides
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.language_model import check_length, position_limit
@@ -76,7 +75,7 @@ def _run(
         raise ValueError("expected a call within torch.no_grad(), got one with gradients enabled")
     if torch.is_autocast_enabled(input_device(model).type):
         raise ValueError("expected a call without torch.autocast, got one within it")
-    given = dict(zip(inspect.signature(own).parameters, args, strict=False)) | kwargs
+    given = by_name(own, args, kwargs)
     if counted := _counted(model, given):
         given |= counted
         args, kwargs = (), given

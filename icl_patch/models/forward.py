@@ -112,6 +112,14 @@ def cache_in(values: Mapping[str, Any]) -> Any:
     return next((values[name] for name in CACHE_NAMES if name in values), None)
 
 
+def by_name(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The inputs of a call of a model's ``forward``, those given by position too."""
+    names = inspect.signature(forward).parameters if args else ()
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
 def drafts_for_another(model: PreTrainedModel) -> bool:
     """Whether the model starts from the cache of another one: the draft heads of Gemma 4."""
     return "shared_kv_states" in _inputs_of(type(model).forward)

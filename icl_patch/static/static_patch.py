@@ -19,7 +19,7 @@ from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.swap import restore, swap
-from icl_patch.models.forward import cache_in
+from icl_patch.models.forward import by_name, cache_in
 from icl_patch.models.kv_cache import is_empty
 from icl_patch.models.language_model import family_of
 from icl_patch.models.prompts import Tokens
@@ -369,11 +369,11 @@ class _FrontCheck:
         """Check the rows of a call."""
         if self._has_warned or torch.compiler.is_compiling():
             return
-        front, cache = self._front, cache_in(kwargs)
-        ids = args[0] if args else kwargs.get("input_ids")
+        given = by_name(model.forward, args, kwargs)
+        front, cache, ids = self._front, cache_in(given), given.get("input_ids")
         if ids is None or (cache is not None and not is_empty(cache)):
             return
-        mask = kwargs.get("attention_mask")
+        mask = given.get("attention_mask")
         first = ids[:, 0]
         if isinstance(mask, Tensor) and mask.dim() == 2:
             first = ids.gather(1, mask.to(ids.device).long().argmax(1, keepdim=True))[:, 0]

@@ -150,6 +150,7 @@ ERRORS = [
     ("verify --device cuda:99", 2, "UsageError", "expected a device of this machine"),
     ("report --context a --out a.xyz", 2, "UsageError", "expected a file name ending in .html"),
     ("report --context a --out /nowhere/a.html", 2, "UsageError", "expected a folder that exists"),
+    ("fit --examples . --out /proc/a.safetensors", 2, "UsageError", "a folder that can be written"),
     ("verify --context a --dataset .", 2, "UsageError", "not allowed with argument --context"),
     ("verify --question a --dataset .", 2, "ValueError", "expected no --question with --dataset"),
     ("verify --task-column a", 2, "ValueError", "expected no --task-column without --dataset"),

@@ -172,10 +172,21 @@ def test_a_refused_fit_writes_nothing(folder: Path, tmp_path: Path, run: Run) ->
     ):
         status, _, err = run("fit", *arguments, *out, *options)
         assert status == 2 and message in err
-    for content in ("{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"):
+    kinds = "expected lists of questions and answers in", "each answer in"
+    for content, message in (
+        *((content, "") for content in ("{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no")),
+        ('[{"context": "c", "questions": 5}]', kinds[0]),
+        ('[{"context": "c", "questions": null}]', kinds[0]),
+        ('[{"context": "c", "questions": ["q"], "answers": "a"}]', kinds[0]),
+        ('[{"context": "c", "questions": ["q"], "answers": [null]}]', kinds[1]),
+        ('[{"context": 5, "questions": ["q"]}]', kinds[1]),
+        ('[{"system": ["c"], "questions": ["q"]}]', kinds[1]),
+        ('[{"context": "c", "questions": [{"a": 1}]}]', "a question as text, or as messages, got"),
+        ('[{"context": "c", "questions": [null]}]', "a question as text, or as messages, got None"),
+    ):
         (folder / "bad.json").write_bytes(content.encode("latin1"))
         status, _, err = run("fit", "--examples", folder / "bad.json", *out)
-        assert status == 2 and "icl-patch fit: expected" in err
+        assert status == 2 and "icl-patch fit: expected" in err and message in err, err
     assert not list(tmp_path.iterdir())
 
 

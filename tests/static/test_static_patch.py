@@ -201,6 +201,8 @@ def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
         warnings.simplefilter("error", StaticPatchWarning)
         cache = cache_in(model(begins, use_cache=True))
         model(torch.tensor([[6], [6]]), **{cache_name(model): cache})  # goes on from a front
+        model(torch.tensor([[6], [6]]), None, None, cache)
+        model(padded, (padded != 0).long())
         model(input_ids=padded, attention_mask=(padded != 0).long())
         with pytest.raises(StaticPatchWarning, match=r"begin with the token 5, .* begins with 6"):
             model(other)
