@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from icl_patch.activations import activation_named
+from icl_patch.activation_functions import activation_named
 from icl_patch.dtypes import check_floating
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from icl_patch.activations import ACTIVATIONS
+from icl_patch.activation_functions import ACTIVATIONS
 from icl_patch.kernels.ops.attention import plan_blocks
 from icl_patch.kernels.ops.coefficients import plan_coefficients
 from icl_patch.kernels.ops.direction import plan_direction

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch import metrics, ops
-from icl_patch.activations import ACTIVATIONS
+from icl_patch.activation_functions import ACTIVATIONS
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, running_in
 from icl_patch.layers.linear import LINEAR, PatchedLinear
 from icl_patch.layers.patched_module import like_rows_of, rows_of, untouched

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from icl_patch.activations import activation_named
+from icl_patch.activation_functions import activation_named
 
 ULP = 2.0**-52
 BISECTION_STEPS = 64

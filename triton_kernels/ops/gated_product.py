@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.activations import activation_code
+from icl_patch.activation_functions import activation_code
 from icl_patch.checks import check_gated_product
 from icl_patch.kernels.runtime.launching import Launch, operator
 

@@ -1,4 +1,8 @@
-"""The activations of a gated product ``act(gate) ⊙ up``: the one table of their names."""
+"""The activation functions of a gated product ``act(gate) ⊙ up``: the one table of their names.
+
+A new one is added here, and computed in ``triton_kernels/ops/gated_product.py``,
+``csrc/cpu/gated_product.cpp`` and ``csrc/bindings/gated_product.cpp``.
+"""
 
 from collections.abc import Callable
 
