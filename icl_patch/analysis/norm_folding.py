@@ -5,18 +5,19 @@ Detokenization in Language Models". Its vectors are rows, ``x W``; a weight of `
 transpose of its ``W``.
 """
 
-import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from icl_patch.analysis.norm_readers import depends_on_its_sum, hidden, inputs_of_a_pass
 from icl_patch.dtypes import FLOATS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import LINEAR
@@ -100,15 +101,16 @@ def fold(model: PreTrainedModel) -> Iterator[Folding]:
             ov_matrices.value_output(model, 0).head(3)   # W_VO of the folded weights
             with ContextPatcher(model) as patcher: ...   # patches of the folded model
 
-    A pass over a few tokens shows the linear maps that read a norm's output, and its logits are
-    compared after each norm. By name refused, and left as they are, with the reason in
-    :attr:`Folding.refused`:
+    A pass over a few tokens shows the linear maps that read a norm's output. In a second one the
+    norm's output, and the parameters that would change, are NaN for everything else: logits without
+    a NaN prove that nothing else reads them, in every dtype and at every depth. By name refused,
+    and left as they are, with the reason in :attr:`Folding.refused`:
 
     - a norm with an output that no linear map reads, such as Gemma's post-norms;
-    - a norm with an output that is read elsewhere too, which the logits show: by a residual sum
-      (post-LN models), by rotary embeddings, by a linear map that has other inputs;
-    - a norm that does not run, or that is none of the formulas above;
-    - a reader with a quantised weight.
+    - a norm with an output that is read elsewhere too: by a residual sum (post-LN models), by
+      experts, by rotary embeddings, by a linear map that has other inputs;
+    - a norm that does not run, that has hooks, or that is none of the formulas above;
+    - a reader with a quantised or offloaded weight.
 
     Args:
         model: a causal language model in eval mode, without a patcher attached.
@@ -134,21 +136,20 @@ def _folded(model: PreTrainedModel, undo: ExitStack) -> Folding:
     check_eval([model])
     candidates = [path for path, module in model.named_modules() if _is_norm(module)]
     ids = trial_tokens(model, 7, seed=0)
-    expected, readers = _run_and_watch(model, ids, candidates)
+    expected, inputs = inputs_of_a_pass(model, ids, candidates)
     folded, refused = [], {}
     for path in candidates:
-        form, reads = norm_form(model.get_submodule(path)), readers.get(path)
-        reason = _reason(model, reads, form)
-        if reason is None and form is not None and reads is not None:
-            norm = FoldedNorm(path, form, tuple(reads))
+        # None if the norm did not run
+        readers = [x for x, read in inputs.items() if path in read] if path in inputs else None
+        form, reason = _examine(model, path, readers, inputs)
+        if form is not None and readers is not None and reason is None:
+            norm = FoldedNorm(path, form, tuple(readers))
             with ExitStack() as attempt:
-                _fold(model, norm, attempt)
-                error = (model(input_ids=ids, use_cache=False).logits - expected).abs().max()
-                if error <= rounding_limit(model.dtype) * expected.abs().max():
+                reason = _fold_on_trial(model, norm, ids, expected, attempt)
+                if reason is None:
                     undo.push(attempt.pop_all())
                     folded.append(norm)
                     continue
-            reason = f"the model computes something else with it folded, {float(error):.1e} off"
         refused[path] = str(reason)
     if not folded:
         reasons = "; ".join(f"{path}: {why}" for path, why in refused.items())
@@ -157,6 +158,25 @@ def _folded(model: PreTrainedModel, undo: ExitStack) -> Folding:
             f" {reasons or 'a model without norms'}"
         )
     return Folding(tuple(folded), refused)
+
+
+def _fold_on_trial(
+    model: PreTrainedModel, norm: FoldedNorm, ids: Tensor, expected: Tensor, undo: ExitStack
+) -> str | None:
+    """Fold one norm if the model then computes the same; else why not, and ``undo`` puts all
+    back.
+    """
+    with hidden(model, norm.path, norm.readers):
+        if model(input_ids=ids, use_cache=False).logits.isnan().any():
+            return (
+                f"its output, or a parameter of it or of {', '.join(norm.readers)}, is also read"
+                " elsewhere"
+            )
+    _fold(model, norm, undo)
+    error = (model(input_ids=ids, use_cache=False).logits - expected).abs().max()
+    if error <= rounding_limit(model.dtype) * expected.abs().max():
+        return None
+    return f"the model computes something else with it folded, {float(error):.1e} off"
 
 
 def _fold(model: PreTrainedModel, norm: FoldedNorm, undo: ExitStack) -> None:
@@ -198,54 +218,26 @@ def _fold(model: PreTrainedModel, norm: FoldedNorm, undo: ExitStack) -> None:
         put_parameter(module, "bias", torch.zeros_like(shift), shift)
 
 
-def _run_and_watch(
-    model: PreTrainedModel, ids: Tensor, norms: Sequence[str]
-) -> tuple[Tensor, dict[str, list[str]]]:
-    """The logits of a pass, and the linear maps that read the output of every norm that ran, or
-    whole rows of it: each by its path.
-    """
-    readers: dict[str, list[str]] = {}
-    outputs: dict[int, tuple[str, Tensor]] = {}  # by the address; a tensor keeps it its own
-
-    def note_output(path: str, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        readers.setdefault(path, [])
-        outputs[output.untyped_storage().data_ptr()] = path, output
-
-    def note_reader(path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0]
-        norm, output = outputs.get(x.untyped_storage().data_ptr(), (None, x))
-        if norm is not None and x.shape[-1] == output.shape[-1] and path not in readers[norm]:
-            readers[norm].append(path)
-
-    with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            if path in norms:
-                noting = functools.partial(note_output, path)
-                hooks.callback(module.register_forward_hook(noting).remove)
-            elif isinstance(module, LINEAR):
-                reading = functools.partial(note_reader, path)
-                hooks.callback(module.register_forward_pre_hook(reading).remove)
-        return model(input_ids=ids, use_cache=False).logits, readers
-
-
 @torch.no_grad()
 def norm_form(norm: nn.Module) -> NormForm | None:
-    """The formula that gives a norm's output on random numbers up to rounding, or None."""
+    """The formula that gives a norm's output on random numbers up to rounding in fp32, or None."""
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), _eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    wide = {name: x.to(dtype) for name, x in norm.named_parameters()}
     x = 0.7 + 2 * torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
-    x = x.to(weight.device, weight.dtype)
+    x = x.to(weight.device, dtype)
     try:
-        output = norm(x).double()
+        output = functional_call(norm, wide, x).double()
     except TypeError:  # it has other inputs too, such as a gate
         return None
-    # the sums in fp32; and in the dtype the normalised x, the scale, their product and the bias
-    limit = 16 * torch.finfo(torch.float32).eps + 4 * torch.finfo(weight.dtype).eps
+    # the sums; the normalised x, the scale, their product and the bias
+    limit = 20 * torch.finfo(torch.float32).eps
     for centred, offset in itertools.product((False, True), (0.0, 1.0)):
-        wide = x.double()
-        wide = wide - wide.mean(-1, keepdim=True) if centred else wide
-        rms = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
-        expected = wide / rms * (offset + weight.double())
+        z = x.double()
+        z = z - z.mean(-1, keepdim=True) if centred else z
+        rms = (z.square().mean(-1, keepdim=True) + eps).sqrt()
+        expected = z / rms * (offset + weight.double())
         expected = expected if bias is None else expected + bias.double()
         if (output - expected).abs().max() <= limit * expected.abs().max():
             return NormForm(centred, offset, eps)
@@ -268,19 +260,29 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-def _reason(model: nn.Module, readers: list[str] | None, form: NormForm | None) -> str | None:
-    """Why a norm cannot be folded, or None."""
+def _examine(
+    model: nn.Module, path: str, readers: list[str] | None, inputs: dict[str, set[str | None]]
+) -> tuple[NormForm | None, str | None]:
+    """The formula of a norm, and why it cannot be folded, or None."""
+    norm = model.get_submodule(path)
     if readers is None:
-        return "it does not run in a pass over tokens"
+        return None, "it does not run in a pass over tokens"
     if not readers:
-        return "no linear map reads its output"
-    if form is None:
-        return "it is neither a LayerNorm nor an RMSNorm"
-    for path in readers:
-        weight = model.get_submodule(path)._parameters.get("weight")
-        if weight is None or not weight.is_floating_point() or weight.dtype not in FLOATS:
-            return f"{path} has no weight in fp64, fp32, bf16 or fp16"
-    return None
+        return None, "no linear map reads its output"
+    hooks = norm._forward_hooks, norm._forward_pre_hooks
+    if any((*hooks, norm._backward_hooks, norm._backward_pre_hooks)):
+        return None, "it has hooks, which would get other numbers: remove them first"
+    for name in readers:
+        if inputs[name] != {path}:
+            return None, f"{name}, which reads its output, has other inputs too"
+        reader = model.get_submodule(name)
+        weight = reader._parameters.get("weight")
+        if weight is None or weight.is_meta or weight.dtype not in FLOATS:
+            return None, f"{name} has no weight in fp64, fp32, bf16 or fp16 in memory"
+        if type(reader) not in LINEAR and not depends_on_its_sum(reader):
+            return None, f"{name}, {type(reader).__name__}, is no function of W z + b alone"
+    form = norm_form(norm)
+    return form, None if form else "it is neither a LayerNorm nor an RMSNorm"
 
 
 def _require_unpatched(model: nn.Module) -> None:

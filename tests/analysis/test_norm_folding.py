@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.numeric import UNIT, noise_floor, within_roundings
 from support.patchers import Snapshot
 from support.random_models import build, tokens
@@ -259,7 +260,52 @@ def test_a_tied_head_gets_a_weight_of_its_own_and_a_shared_module_is_refused() -
     assert model.lm_head.weight is model.transformer.wte.weight is embeddings
     model = build("llama")
     model.model.layers[0].mlp.up_proj = model.model.layers[2].mlp.up_proj
-    assert "something else" in refused(model, "model.layers.0.post_attention_layernorm")
+    assert "has other inputs too" in refused(model, "model.layers.0.post_attention_layernorm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_else_reads_a_norm_or_a_matrix_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
+    """Experts in the last block, a residual sum, a matrix that is read without a call, a class that
+    normalises its weight: folding them would move the logits by less than bf16's √eps.
+    """
+    model = tiny_models.build("qwen2_moe", 2, dtype)
+    assert "also read elsewhere" in refused(model, "model.layers.3.post_attention_layernorm")
+    model = tiny_models.build("bloom-post-norm", 2, dtype)
+    assert "also read elsewhere" in refused(model, "transformer.h.3.input_layernorm")
+    model, path = build("llama", 0, dtype), "model.layers.2.post_attention_layernorm"
+    model.model.layers[2].mlp = Peeking(model.model.layers[2].mlp)
+    assert "also read elsewhere" in refused(model, path)
+    model = build("llama", 0, dtype)
+    model.model.layers[2].mlp.up_proj.__class__ = Normalising
+    assert "no function of W z + b alone" in refused(model, path)
+
+
+class Peeking(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * (1 + 1e-3 * self.mlp.gate_proj.weight.mean())
+
+
+class Normalising(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, F.normalize(self.weight, dim=1), self.bias)
+
+
+def test_a_norm_with_hooks_keeps_them_and_its_numbers() -> None:
+    model, calls = gpt2(), []
+    handle = model.transformer.h[0].ln_1.register_forward_hook(lambda *args: calls.append(args))
+    before = model(IDS).logits
+    with fold(model) as folding:
+        calls.clear()
+        after = model(IDS).logits
+        assert len(calls) == 1
+    assert folding.refused.keys() == {"transformer.h.0.ln_1"}
+    assert "it has hooks" in folding.refused["transformer.h.0.ln_1"]
+    handle.remove()
+    assert off(after, before) <= fold_limit(model)
 
 
 class Shifted(nn.LayerNorm):
@@ -280,12 +326,12 @@ def test_refuses_norms_of_another_formula_and_outputs_that_are_read_elsewhere_or
     """Qwen3-Next's linear attention has a norm with a gate."""
     model = tiny_models.build("opt", do_layer_norm_before=False)
     path = "model.decoder.layers.1.self_attn_layer_norm"
-    assert "the model computes something else" in refused(model, path)
+    assert "is also read elsewhere" in refused(model, path)
     model = gpt2()
     model.transformer.h[0].ln_1 = Shifted(32).eval()
     model.transformer.h[0].mlp = InPlace(model.transformer.h[0].mlp)
     assert "neither a LayerNorm nor an RMSNorm" in refused(model, "transformer.h.0.ln_1")
-    assert "something else" in refused(model, "transformer.h.0.ln_2")
+    assert "no linear map reads its output" in refused(model, "transformer.h.0.ln_2")
     model = tiny_models.build("qwen3_next")
     gated = "model.layers.0.linear_attn.norm"
     assert norm_form(Shifted(32)) is norm_form(model.get_submodule(gated)) is None
