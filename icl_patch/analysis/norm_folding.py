@@ -133,7 +133,7 @@ def fold(model: PreTrainedModel) -> Iterator[Folding]:
 @torch.no_grad()
 def _folded(model: PreTrainedModel, undo: ExitStack) -> Folding:
     _require_unpatched(model)
-    check_eval([model])
+    check_eval(model.modules())
     candidates = [path for path, module in model.named_modules() if _is_norm(module)]
     ids = trial_tokens(model, 7, seed=0)
     expected, inputs = inputs_of_a_pass(model, ids, candidates)

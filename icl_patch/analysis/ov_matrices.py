@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import LINEAR
 from icl_patch.models.language_model import layers_of, text_config
+from icl_patch.models.model_checks import check_eval
 from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.tolerances import rounding_limit
 
@@ -77,7 +78,7 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
     The formula is checked against the layer on one token, for which every α is 1.
 
     Args:
-        model: a causal language model.
+        model: a causal language model in eval mode.
         layer: which block; negative ones count from the end.
 
     Returns:
@@ -86,9 +87,11 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
     Raises:
         UnsupportedModelError: the attention has another form.
         IndexError: there is no such layer.
+        ValueError: the model is training.
 
     Source: "Folding weights in transformers", Original and Reformulating Self-Attention.
     """
+    check_eval(model.modules())
     block = list(layers_of(model).values())[layer]
     config: Any = text_config(model)
     value, output, packing = _find(block)

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.block_spec import Block, Writer
+from icl_patch.models.model_checks import check_eval
 from icl_patch.models.trace import first_tensor
 from icl_patch.patch.context_patch import ContextPatch
 
@@ -72,12 +73,14 @@ def steered(
         model: without a patcher. blocks: of a patch. vectors: (L, B, T, d).
 
     Raises:
-        ValueError: there are not as many vectors as blocks; or a call has other rows or tokens.
+        ValueError: there are not as many vectors as blocks; the model is training; or a call has
+            other rows or tokens.
     """
     if len(vectors) != len(blocks):
         raise ValueError(
             f"expected a vector for each of {len(blocks)} blocks, got {len(vectors)} vectors"
         )
+    check_eval(model.modules())
     with ExitStack() as hooks:
         for block, vector in zip(blocks, vectors, strict=True):
             kind, _, path = block.spec.residual[-1].partition(" of ")
@@ -113,7 +116,11 @@ def input_covariances(
     Args:
         model: without a patcher. blocks: of a patch. ids: (B, T) int64, without padding.
         ridge: makes C invertible when there are fewer tokens than K.
+
+    Raises:
+        ValueError: the model is training.
     """
+    check_eval(model.modules())
     found: list[dict[str, Tensor]] = [{} for _ in blocks]
 
     def keep(place: int, name: str) -> Any:

@@ -24,6 +24,7 @@ from icl_patch.models.model_checks import (
     above_range,
     check_block_devices,
     check_distinct,
+    check_eval,
     check_language_model,
     check_not_shared,
 )
@@ -49,8 +50,10 @@ def blocks_of(model: PreTrainedModel, forward: Callable[[], object] | None = Non
     Raises:
         UnsupportedModelError: a block has no form that is known to be covered; the message names it
             and the reason.
+        ValueError: the model is training.
     """
     check_language_model(model)
+    check_eval([model])
     layers = layers_of(model)
     check_not_shared(layers)
     check_block_devices(layers)

@@ -20,6 +20,7 @@ from icl_patch.layers.linear import matrix_of
 from icl_patch.layers.patched_module import untouched
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Block, Writer
+from icl_patch.models.model_checks import check_eval
 from icl_patch.models.trace import first_tensor
 from icl_patch.recording import block_math
 
@@ -61,7 +62,8 @@ def algorithm_1(
         What ``alone(model)`` returned.
 
     Raises:
-        ValueError: the update is another, or a run has other than one row or token.
+        ValueError: the update is another, the model is training, or a run has other than one row or
+            token.
         UnsupportedModelError: a block has experts, no MLP, or a norm that reads a sum; a matrix is
             not an ``nn.Linear`` or Conv1D with a plain weight, or a class derived from them
             computes something else; a module that changes has hooks; or two places share a
@@ -73,6 +75,7 @@ def algorithm_1(
     """
     if update not in ("direct", "stable"):
         raise ValueError(f"expected update 'direct' or 'stable', got {update!r}")
+    check_eval(model.modules())
     for block in blocks:
         _check(model, block)
     own: dict[nn.Parameter, tuple[str, Tensor]] = {}

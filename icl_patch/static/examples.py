@@ -16,6 +16,7 @@ from icl_patch.errors import StaticPatchWarning
 from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.ends import answer_ends
 from icl_patch.models.language_model import check_length, check_vocabulary, vocabulary
+from icl_patch.models.model_checks import check_eval
 from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front, padded
 from icl_patch.texts import check_text
 
@@ -187,9 +188,13 @@ def front(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     gets this attention, a fit destroys it. The tokens are those that the tokenizer adds by itself.
     If it adds none, it is the special token after which the model finds a few texts most likely,
     such as the one that separated the documents in training.
+
+    Raises:
+        ValueError: the tokenizer adds none, and the model is training.
     """
     if own := own_front(tokenizer):
         return own
+    check_eval(model.modules())
     rows = [encode(tokenizer, text) for text in preserved_texts()[:_FRONT_TEXTS]]
 
     def surprise(token: int) -> float:

@@ -273,7 +273,7 @@ def test_what_else_reads_a_norm_or_a_matrix_is_seen_in_every_dtype(dtype: torch.
     model = tiny_models.build("bloom-post-norm", 2, dtype)
     assert "also read elsewhere" in refused(model, "transformer.h.3.input_layernorm")
     model, path = build("llama", 0, dtype), "model.layers.2.post_attention_layernorm"
-    model.model.layers[2].mlp = Peeking(model.model.layers[2].mlp)
+    model.model.layers[2].mlp = Peeking(model.model.layers[2].mlp).eval()
     assert "also read elsewhere" in refused(model, path)
     model = build("llama", 0, dtype)
     model.model.layers[2].mlp.up_proj.__class__ = Normalising
@@ -329,7 +329,7 @@ def test_refuses_norms_of_another_formula_and_outputs_that_are_read_elsewhere_or
     assert "is also read elsewhere" in refused(model, path)
     model = gpt2()
     model.transformer.h[0].ln_1 = Shifted(32).eval()
-    model.transformer.h[0].mlp = InPlace(model.transformer.h[0].mlp)
+    model.transformer.h[0].mlp = InPlace(model.transformer.h[0].mlp).eval()
     assert "neither a LayerNorm nor an RMSNorm" in refused(model, "transformer.h.0.ln_1")
     assert "no linear map reads its output" in refused(model, "transformer.h.0.ln_2")
     model = tiny_models.build("qwen3_next")
@@ -348,13 +348,17 @@ class Scaled(nn.Linear):
 
 def test_bad_arguments_and_attention_of_another_form() -> None:
     model = build("llama")
-    with pytest.raises(ValueError, match="expected a model in eval mode"), fold(model.train()):
+    model.model.layers[1].mlp.train()  # a part may also hold dropout
+    training = "expected a model in eval mode"
+    with pytest.raises(ValueError, match=training), fold(model):
         pass
+    with pytest.raises(ValueError, match=training):
+        value_output(model, 0)
     with pytest.raises(IndexError):
         value_output(model.eval(), 3)
     model.model.layers[1].self_attn.o_proj.__class__ = Scaled
     with pytest.raises(UnsupportedModelError, match="on one token, got another form"):
         value_output(model, 1)
-    model.model.layers[0].self_attn.v_proj = nn.Identity()
+    model.model.layers[0].self_attn.v_proj = nn.Identity().eval()
     with pytest.raises(UnsupportedModelError, match="expected value and output matrices"):
         value_output(model, 0)

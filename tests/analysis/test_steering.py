@@ -38,6 +38,13 @@ def test_steering_has_the_effect_of_the_context(family: str) -> None:
         got = model(KEPT, position_ids=patch.position_ids).logits
         with pytest.raises(ValueError, match=r"stream \(2, 3, \d+\), .* got \(2, 2, \d+\)"):
             model(KEPT[:, :2])
+    training = pytest.raises(ValueError, match="in eval mode, got one that is training")
+    model.train()
+    with training, steered(model, patch.blocks, steering_vectors(patch)):
+        pass
+    with training:
+        input_covariances(model, patch.blocks, KEPT)
+    model.eval()
     limit = noise_limit(model, torch.cat([CONTEXT, KEPT], 1))
     assert metrics.linf(got, expected).max() <= limit < metrics.linf(before, expected).min()
     assert torch.equal(model(KEPT, position_ids=patch.position_ids).logits, before)

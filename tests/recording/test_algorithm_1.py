@@ -131,6 +131,11 @@ def test_what_algorithm_1_does_not_take() -> None:
             pass
 
     refused(ValueError, "'direct' or 'stable', got 'exact'", run(IDS), alone, "exact")
+    model.model.layers[1].train()  # dropout would change the targets
+    refused(ValueError, "in eval mode, got one that is training", run(IDS), alone)
+    with pytest.raises(ValueError, match="in eval mode, got one that is training"):
+        blocks_of(model.train())
+    model.eval()
     refused(ValueError, "runs of one row, got 2", run(IDS.repeat(2, 1)), alone)
     refused(ValueError, "one token in the run alone, got 2", run(IDS), run(IDS[:, -2:], 8))
     refused(UnsupportedModelError, "layers.0 with experts", run(IDS), alone, of=experts)
@@ -146,7 +151,7 @@ def test_what_algorithm_1_does_not_take() -> None:
         del module.forward
     for name in ("up_proj", "down_proj"):
         module = getattr(second, name)
-        setattr(second, name, Doubled(1, 1, bias=False))
+        setattr(second, name, Doubled(1, 1, bias=False).eval())
         getattr(second, name).weight = module.weight
         refused(UnsupportedModelError, r"Doubled, which computes something else", run(IDS), alone)
         setattr(second, name, module)

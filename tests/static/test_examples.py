@@ -95,6 +95,11 @@ def test_the_token_in_front_is_the_one_that_makes_texts_likely(loaded: tuple) ->
                 logits = model(ids).logits[0].double()
             losses[token] += float(F.cross_entropy(logits[1:-1], ids[0, 2:], reduction="sum"))
     assert static.front(model, plain) == (min(losses, key=losses.__getitem__),)
+    refusal = pytest.raises(ValueError, match="in eval mode, got one that is training")
+    model.train()
+    with refusal:
+        static.front(model, plain)
+    model.eval()
     plain.all_special_ids = ()
     assert static.front(model, plain) == ()
 
