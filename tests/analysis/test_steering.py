@@ -120,6 +120,31 @@ def test_a_patch_on_other_weights_is_asked_for() -> None:
         on_other_weights(patch, patcher)
 
 
+@torch.no_grad()
+def test_on_other_weights_a_scale_has_the_same_change() -> None:
+    """The replay is the tuned model plus the materialised changes, which are those of the patch."""
+    base, tuned = (build("gemma3", 0, torch.float64) for _ in range(2))
+    for layer in tuned.model.layers:
+        scale = layer.post_feedforward_layernorm.weight
+        scale += 0.05 * normal(seeded(2), *scale.shape).to(scale)
+    last = KEPT[:1, -1:]
+    with ContextPatcher(base, "stable") as patcher:
+        patch = patcher.compute(CONTEXT[:1], last)
+        same = on_other_weights(patch, patcher)
+    for layer, own in zip(same.layers, patch.layers, strict=True):
+        assert all(torch.equal(layer[name], own[name]) for name in own)
+    with ContextPatcher(tuned, "stable") as patcher:
+        moved = on_other_weights(patch, patcher)
+        got = patcher.forward(last, moved)
+    limit = noise_limit(tuned, torch.cat([CONTEXT, KEPT], 1), torch.float32)
+    changes = dict(moved.weight_changes(0, 0))
+    for name, change in patch.weight_changes(0, 0):
+        torch.testing.assert_close(changes[name], change, rtol=0, atol=1e-6)
+        tuned.get_parameter(name).add_(change)
+    expected = tuned(last, position_ids=patch.position_ids).logits
+    assert metrics.linf(got, expected).max() <= limit
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mixtral"])
 @torch.no_grad()
 def test_additivity_is_that_of_matrices(family: str) -> None:
