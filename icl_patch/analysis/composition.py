@@ -38,5 +38,7 @@ def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, 
         first, *others = (change.low_rank() for _, change in named)
         slots = [(1, first), *((-1, other) for other in others)]
         square = sum(a * b * x.inner(y) for a, x in slots for b, y in slots)
-        found[named[0][0]] = torch.as_tensor(square).clamp(min=0).sqrt() / first.norm()
+        size = first.norm()
+        share = torch.as_tensor(square).clamp(min=0).sqrt() / size
+        found[named[0][0]] = torch.where(size > 0, share, torch.nan)
     return found

@@ -64,6 +64,30 @@ def test_each_span_against_its_formula(family: str, update: str, keep_first: int
     assert (found.amax(1) > 0.05).all()  # a block with a window may not see a token at all
 
 
+@pytest.mark.parametrize(
+    ("family", "update", "dtype"),
+    [
+        ("llama", "stable", torch.float32),  # its readers' factors are rounding
+        ("gpt_neox", "exact", torch.bfloat16),  # its writer's: the attention is beside the MLP
+    ],
+)
+def test_a_block_that_the_context_does_not_reach_has_no_change(
+    family: str, update: str, dtype: torch.dtype
+) -> None:
+    """Its factors are not 0, but rounding. A block that is reached a little has a change."""
+    model = tiny_models.build(family, 0, dtype)
+    blocks = model.gpt_neox.layers if family == "gpt_neox" else model.model.layers
+    added = [x.attention.dense if family == "gpt_neox" else x.self_attn.o_proj for x in blocks]
+    with torch.no_grad():
+        added[0].weight.zero_()
+        added[2].weight.mul_(0.2)
+    with ContextPatcher(model, update) as patcher:
+        sizes = patcher.compute(CONTEXT, KEPT).norms().values()
+        found = attribution(patcher, CONTEXT, KEPT, [*SPANS, (0, 7)])
+    assert any(size[0].any() for size in sizes)
+    assert not found[:, 0].any() and (found[:, 1:].amax(0) > 0.05).all()
+
+
 def test_leaving_out_the_whole_context_takes_the_whole_change_away() -> None:
     """Nothing changes nothing, and spans that are none are refused."""
     done = []

@@ -165,6 +165,15 @@ def test_additivity_is_that_of_matrices(family: str) -> None:
     assert found.keys() == squares.keys()
     for name, (rest, size) in squares.items():
         assert float(found[name][1, 2]) == pytest.approx((rest / size) ** 0.5, rel=1e-5)
+    unchanged = {name: torch.zeros_like(x) for name, x in patches[0].layers[0].items()}
+    unchanged |= {
+        x: patches[0].layers[0][x] for x in unchanged if not x.endswith((".u", "_change"))
+    }
+    nothing = replace(patches[0], layers=(unchanged, *patches[0].layers[1:]))
+    shares = additivity(nothing, patches[1:])
+    none = [name for name, x in shares.items() if x.isnan().all()]
+    assert none and all(name.startswith(patches[0].blocks[0].path) for name in none)
+    assert not any(x.isinf().any() for x in shares.values())
     with pytest.raises(ValueError, match="at least one part"):
         additivity(patches[0], [])
     with pytest.raises(ValueError, match=r"same kept tokens, .* got other blocks: "):
