@@ -81,19 +81,26 @@ def steered(
             f"expected a vector for each of {len(blocks)} blocks, got {len(vectors)} vectors"
         )
     check_eval(model.modules())
+
+    def check(_module: Any, args: Any, kwargs: Any) -> None:
+        stream = first_tensor((*args, kwargs))
+        assert stream is not None
+        rows, expected = tuple(stream.shape[-3:-1]), tuple(vectors.shape[1:3])
+        if rows != expected:
+            raise ValueError(
+                f"expected a call of (rows, tokens) {expected}, as the vectors have, got {rows}"
+            )
+
     with ExitStack() as hooks:
         for block, vector in zip(blocks, vectors, strict=True):
+            layer = model.get_submodule(block.path)  # inside it the rows may be flat
+            hooks.callback(layer.register_forward_pre_hook(check, with_kwargs=True).remove)
             kind, _, path = block.spec.residual[-1].partition(" of ")
             module = model.get_submodule(block.path_of(path))
 
             def add(_module: Any, args: Any, out: Any = None, vector: Tensor = vector) -> None:
                 stream = first_tensor(args if out is None else out)
                 assert stream is not None
-                if stream.numel() != vector.numel():
-                    raise ValueError(
-                        f"expected a residual stream {tuple(vector.shape)}, as the vectors have,"
-                        f" got {tuple(stream.shape)}"
-                    )
                 # in place: the block adds this tensor to its MLP's output too
                 stream.add_(vector.to(stream).reshape(stream.shape))
 

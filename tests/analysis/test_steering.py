@@ -2,6 +2,7 @@
 their formulas on matrices.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -36,8 +37,10 @@ def test_steering_has_the_effect_of_the_context(family: str) -> None:
     before = model(KEPT, position_ids=patch.position_ids).logits
     with steered(model, patch.blocks, steering_vectors(patch)):
         got = model(KEPT, position_ids=patch.position_ids).logits
-        with pytest.raises(ValueError, match=r"stream \(2, 3, \d+\), .* got \(2, 2, \d+\)"):
-            model(KEPT[:, :2])
+        for ids in (KEPT[:, :2], KEPT.T, KEPT.reshape(1, 6), KEPT.reshape(6, 1)):
+            message = f"(rows, tokens) (2, 3), as the vectors have, got {tuple(ids.shape)}"
+            with pytest.raises(ValueError, match=re.escape(message)):
+                model(ids)
     training = pytest.raises(ValueError, match="in eval mode, got one that is training")
     model.train()
     with training, steered(model, patch.blocks, steering_vectors(patch)):
