@@ -2,6 +2,7 @@
 stream.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.layers.linear import LINEAR
+from icl_patch.layers.linear import LINEAR, matrix_of
+from icl_patch.metrics import linf
 from icl_patch.models.language_model import layers_of, text_config
 from icl_patch.models.model_checks import check_eval
 from icl_patch.models.trial_tokens import trial_tokens
-from icl_patch.tolerances import rounding_limit
+from icl_patch.tolerances import coarsest, rounding_limit
 
 
 class _Packing(Enum):
@@ -75,7 +77,10 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
     norm's centring, scale and bias. With grouped heads, head h has the values of its group. A norm
     after the attention (Gemma) is not included.
 
-    The formula is checked against the layer on one token, for which every α is 1.
+    The formula is checked on two tokens. The value matrix's outputs are replaced by integers from 1
+    to 255, equal for both, and queries by 0, where possible: the output matrix must read these
+    integers, of the first token to the last bit. So no value is clipped, normed or gated, and the α
+    of a head sum to 1.
 
     Args:
         model: a causal language model in eval mode.
@@ -96,7 +101,7 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
     config: Any = text_config(model)
     value, output, packing = _find(block)
     heads = int(config.num_attention_heads)
-    weight_o, bias_o = _affine(output)
+    (weight_v, bias_v), (weight_o, bias_o) = _affine(value), _affine(output)
     if weight_o.shape[0] % heads:
         raise UnsupportedModelError(
             f"expected an output matrix in {type(block).__name__} that {heads} heads divide, got"
@@ -104,9 +109,10 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
         )
     weight_o = weight_o.unflatten(0, (heads, -1))  # (H, d_head, d)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    weight_v, bias_v = _values(*_affine(value), packing, heads, weight_o.shape[1], groups)
-    factors = ValueOutput(weight_v, weight_o, bias_o + torch.einsum("hk,hkd->d", bias_v, weight_o))
-    _check(model, block, value, output, factors)
+    columns = _value_columns(weight_v.shape[1], packing, heads, weight_o.shape[1], groups)
+    bias = bias_o + torch.einsum("hk,hkd->d", bias_v[columns], weight_o)
+    factors = ValueOutput(weight_v[:, columns].transpose(0, 1), weight_o, bias)
+    _check(model, block, value, output, columns)
     return factors
 
 
@@ -132,61 +138,85 @@ def _find(block: nn.Module) -> tuple[nn.Module, nn.Module, _Packing]:
 
 def _affine(module: nn.Module) -> tuple[Tensor, Tensor]:
     """(K, N) and (N,) of a linear map of rows, fp32 at least."""
-    weight, bias = module.weight, module.bias
-    assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
-    if not weight.is_floating_point():
-        raise UnsupportedModelError(
-            f"expected a floating weight in {type(module).__name__}, got {weight.dtype}: load the"
-            " model without quantisation"
-        )
+    bias = module.bias
+    assert bias is None or isinstance(bias, Tensor)
+    try:
+        weight = matrix_of(module).T
+    except TypeError as error:
+        raise UnsupportedModelError(str(error)) from error
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    wide = wide.T if isinstance(module, nn.Linear) else wide
     return wide, wide.new_zeros(wide.shape[1]) if bias is None else bias.detach().to(wide)
 
 
-def _values(
-    weight: Tensor, bias: Tensor, packing: _Packing, heads: int, width: int, groups: int
-) -> tuple[Tensor, Tensor]:
-    """W_V (H, d, d_head) and b_V (H, d_head) out of the matrix that makes them, (d, N) and (N,)."""
-    both = torch.cat([weight, bias[None]])  # (d + 1, N)
+def _value_columns(count: int, packing: _Packing, heads: int, width: int, groups: int) -> Tensor:
+    """The columns (H, d_head) of each head's values among the outputs of the matrix that makes
+    them.
+    """
     if packing is _Packing.BY_HEAD:
         groups = heads
     expected = groups * width if packing is _Packing.ALONE else (heads + 2 * groups) * width
-    if both.shape[1] != expected:
+    if count != expected:
         raise UnsupportedModelError(
-            f"expected {expected} outputs of the matrix that makes values, got {both.shape[1]}"
+            f"expected {expected} outputs of the matrix that makes values, got {count}"
         )
+    columns = torch.arange(count)
     if packing is _Packing.BY_HEAD:
-        both = both.unflatten(1, (heads, 3, width))[:, :, 2]
-    else:
-        both = both[:, -groups * width :].unflatten(1, (groups, width))
-    both = both.transpose(0, 1).repeat_interleave(heads // groups, 0)  # (H, d + 1, d_head)
-    return both[:, :-1], both[:, -1]
+        return columns.unflatten(0, (heads, 3, width))[:, 2]
+    columns = columns[-groups * width :].unflatten(0, (groups, width))
+    return columns.repeat_interleave(heads // groups, 0)
 
 
 def _check(
-    model: PreTrainedModel,
-    block: nn.Module,
-    value: nn.Module,
-    output: nn.Module,
-    factors: ValueOutput,
+    model: PreTrainedModel, block: nn.Module, value: nn.Module, output: nn.Module, columns: Tensor
 ) -> None:
-    """Raises UnsupportedModelError unless the block's attention on one token is ``Σ_h x W_VO_h +
-    b_VO``.
+    """Raises UnsupportedModelError unless the block's attention is ``Σ_h Σ_j α_ijh x_j W_VO_h +
+    b_VO`` with ``Σ_j α_ijh = 1``.
     """
-    recorded: list[Tensor] = []
-    with (
-        value.register_forward_pre_hook(lambda _module, args: recorded.append(args[0])),
-        output.register_forward_hook(lambda _module, _args, out: recorded.append(out)),
-    ):
-        model(input_ids=trial_tokens(model, 1, seed=1, starts=[0]), use_cache=False)
-    if len(recorded) == 2:
-        x, y = (tensor.flatten().to(factors.value) for tensor in recorded)
-        expected = torch.einsum("d,hdk,hke->e", x, factors.value, factors.output) + factors.bias
-        limit = rounding_limit(model.dtype) * expected.abs().max()
-        if (y - expected).abs().max() <= limit:
+    calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # input and output
+    # every dtype holds these, and models clip to smaller ones
+    values = torch.randint(1, 256, columns.shape, generator=torch.Generator().manual_seed(1))
+    values = values[:: len(columns) // len(columns.unique(dim=0))]  # one for each group
+    values = values.repeat_interleave(len(columns) // len(values), 0)
+
+    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+        calls[module] = args[0], out
+
+    def replace(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        keep(module, args, out)
+        out = torch.zeros_like(out)  # queries too, if they are here: all scores are 0
+        out[..., columns] = values.to(out)
+        return out
+
+    attention = next(x for x in block.modules() if value in x._modules.values())
+    with ExitStack() as hooks:
+        hooks.enter_context(value.register_forward_hook(replace))
+        hooks.enter_context(output.register_forward_hook(keep))
+        if (query := attention._modules.get("q_proj")) is not None:
+            zeros = query.register_forward_hook(lambda _module, _args, out: torch.zeros_like(out))
+            hooks.enter_context(zeros)
+        model(input_ids=trial_tokens(model, 2, seed=1, starts=[0]), use_cache=False)
+    if calls.keys() == {value, output}:
+        mixed, expected = calls[output][0], values.flatten().to(calls[output][0])
+        if _is_mix(mixed.flatten(0, -2), expected) and all(
+            (linf(out, _product(module, x)) <= rounding_limit(model.dtype)).all()
+            for module, (x, out) in calls.items()
+        ):
             return
     raise UnsupportedModelError(
-        f"expected an attention of {type(block).__name__} that is x W_V W_O + b on one token, got"
-        " another form"
+        f"expected an attention of {type(block).__name__} that is Σ α x W_V W_O + b with α that sum"
+        " to 1, got another form, as with clipped values, a gate or sinks: choose another model"
     )
+
+
+def _is_mix(mixed: Tensor, values: Tensor) -> bool:
+    """Whether the attention's sums (2, H d_head) over two tokens with the same values are these."""
+    if mixed.shape != (2, len(values)) or not torch.equal(mixed[0], values):
+        return False
+    # two rounded α; of a softmax in fp32 too
+    return bool(linf(mixed[1], values) <= 2 * torch.finfo(coarsest(mixed.dtype, torch.float32)).eps)
+
+
+def _product(module: nn.Module, x: Tensor) -> Tensor:
+    """``x W + b``, fp32 at least."""
+    weight, bias = _affine(module)
+    return x.to(weight) @ weight + bias

@@ -14,7 +14,7 @@ from support.numeric import UNIT, noise_floor, within_roundings
 from support.patchers import Snapshot
 from support.random_models import build, tokens
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, OlmoConfig, PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError
 from icl_patch.analysis.norm_folding import UncentredLayerNorm, fold, norm_form
@@ -239,6 +239,27 @@ def test_folded_value_output_formula() -> None:
     assert same_sums(plain.bias, start @ attention.c_proj.weight + attention.c_proj.bias)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_that_is_no_weighted_mean_of_values_is_refused(dtype: torch.dtype) -> None:
+    """Clipped values, which these weights do not reach; sinks, whose α sum to 0.993 or more where
+    the scores are 0; a norm of values. In ordinary attention with α that differ it is not.
+    """
+    config = OlmoConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, clip_qkv=8.0, dtype=dtype,
+    )  # fmt: skip
+    clipping = AutoModelForCausalLM.from_config(config).eval()
+    sinks = tiny_models.build("gpt_oss", 0, dtype)
+    for layer in sinks.model.layers:
+        layer.self_attn.sinks.data.fill_(-5)
+    normed = tiny_models.build("gemma3n", 0, dtype)
+    for model, layer in ((clipping, 0), (sinks, 0), (sinks, 1), (normed, 2)):
+        with pytest.raises(UnsupportedModelError, match="with α that sum to 1, got another"):
+            value_output(model, layer)
+    assert len(value_output(tiny_models.build("bloom", 0, dtype), 1)) == 4  # with ALiBi
+    assert len(value_output(tiny_models.build("bloom", 0, torch.float64), 1)) == 4
+
+
 # -- refusals
 
 
@@ -357,7 +378,7 @@ def test_bad_arguments_and_attention_of_another_form() -> None:
     with pytest.raises(IndexError):
         value_output(model.eval(), 3)
     model.model.layers[1].self_attn.o_proj.__class__ = Scaled
-    with pytest.raises(UnsupportedModelError, match="on one token, got another form"):
+    with pytest.raises(UnsupportedModelError, match=r"got .*Scaled, which computes something else"):
         value_output(model, 1)
     model.model.layers[0].self_attn.v_proj = nn.Identity().eval()
     with pytest.raises(UnsupportedModelError, match="expected value and output matrices"):
