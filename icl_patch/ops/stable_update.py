@@ -44,9 +44,10 @@ def stable_scale(
     ``m' ⊙ Norm(h_target) = g``.
 
     The target is ``g = delta + m ⊙ Norm(h)``. ``h_target`` is :func:`invert_rmsnorm` of g at the
-    RMS of h, with h as the fallback. The inverted scale has no ``|m_k|`` below ``0.25 rms m``
-    (:func:`floor_scale`), so that every coordinate can be reached and none loses digits. The new
-    scale ``m' = m - μ ⊘ m`` makes up for the rest. A row with a delta of 0 does not change.
+    RMS of h, with h as the fallback. It inverts m̃, which is m with each ``|m_k|`` raised to at
+    least ``0.25 rms m`` (:func:`floor_scale`), so that every coordinate can be reached and none
+    loses digits. The new scale ``m' = m̃ - μ ⊘ m̃`` makes up for the rest. A row with a delta of 0
+    does not change.
 
     Args:
         delta: (M, d) of any float dtype and strides. All arithmetic is fp64.

@@ -156,7 +156,8 @@ def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) 
     the stable update of a scale writer. W_down changes by ``u vᵀ`` as in :func:`weight_update`.
 
     delta, hidden_down: (..., d), any float dtype; scale: m, (d,) or one for each row; eps: the
-    norm's. How h_target is found is in :mod:`icl_patch.ops.stable_update`. In a decode step
+    norm's. ``m' = m̃ - μ ⊘ m̃`` with each ``|m_k|`` raised to at least ``0.25 rms m`` in m̃; how
+    h_target and μ are found is in :mod:`icl_patch.ops.stable_update`. In a decode step
     :func:`icl_patch.ops.record_norm` computes it, with the norm.
     Source: Goldwaser et al. (2025), Appendix B.
     """
