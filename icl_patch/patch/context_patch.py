@@ -241,6 +241,14 @@ class ContextPatch:
         Raises:
             ValueError: there is no such row or kept token.
         """
+        column = self._column(row, token)
+        return [
+            {name: x[row, column] for name, x in layer.items() if x.dim() > 1}
+            for layer in self.layers
+        ]
+
+    def _column(self, row: int, token: int) -> int:
+        """The column of a row's kept token. Raises as :meth:`of_token`."""
         rows, tokens = self.kept_ids.shape
         if not (-rows <= row < rows and -tokens <= token < tokens):
             raise ValueError(
@@ -250,10 +258,7 @@ class ContextPatch:
         token = token + kept if token < 0 else token  # kept tokens are right-padded
         if not 0 <= token < tokens or not self.kept_mask[row, token]:
             raise ValueError(f"expected a kept token of row {row}, which has {kept}, got padding")
-        return [
-            {name: x[row, token] for name, x in layer.items() if x.dim() > 1}
-            for layer in self.layers
-        ]
+        return token
 
     def norms(self) -> dict[str, Tensor]:
         """Size of the change of every patched parameter: ``‖ΔW‖_F = ‖u‖ ‖v‖``, ``‖Δb‖`` and
@@ -282,17 +287,23 @@ class ContextPatch:
 
     def weight_changes(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the materialised change of every patched parameter for one token: its name in the
-        model's state dict, and ``u vᵀ``, Δb or Δm.
+        model's state dict, and ``u vᵀ``, Δb or Δm. Negative numbers count from the end of the
+        row's tokens.
 
         If a parameter contains the matrices of many experts, ``name[e]`` is the e-th matrix; only
         the token's active experts change. Experts of JetMoE and DBRX have the names of
         transformers' own layout. The changes come one at a time: each is as large as its weight,
         and no other function builds such a matrix.
+
+        Raises:
+            ValueError: there is no such row or kept token.
         """
-        for place, change in self._changes():
-            path = self.blocks[self.layer_indices[place]].path
-            for name, materialised in change.materialised(row, token):
-                yield f"{path}.{name}", materialised
+        column = self._column(row, token)
+        return (
+            (f"{self.blocks[self.layer_indices[place]].path}.{name}", materialised)
+            for place, change in self._changes()
+            for name, materialised in change.materialised(row, column)
+        )
 
     # -- files
 

@@ -166,3 +166,23 @@ def test_to_moves_every_tensor(patch_of: Callable) -> None:
     tensors += [moved.logits, *vars(moved.report).values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert patch.kept_ids.device.type == "cpu"
+
+
+def test_one_tokens_changes_are_counted_from_the_rows_own_end(patch_of: Callable) -> None:
+    """Padding has none: its factors are 0, which look like a change of 0."""
+    patch = patch_of("gemma3", "stable")
+    row = int(patch.kept_mask.sum(1).argmin())
+    count = int(patch.kept_mask[row].sum())
+    assert 0 < count < patch.kept_mask.shape[1]
+    last, column = dict(patch.weight_changes(row, -1)), count - 1
+    assert dict(patch.weight_changes(row, column)).keys() == last.keys()
+    u, v = (patch.layers[0][f"mlp.down_proj.{name}"][row, column] for name in "uv")
+    assert torch.equal(last["model.layers.0.mlp.down_proj.weight"], torch.outer(u, v.to(u)))
+    assert torch.equal(patch.of_token(row, -1)[0]["mlp.down_proj.u"], u)
+    for token, message in (
+        (count, "which has .*, got padding"),
+        (99, "expected a row and a token"),
+    ):
+        for changes in (patch.of_token, patch.weight_changes):
+            with pytest.raises(ValueError, match=message):
+                changes(row, token)
