@@ -260,7 +260,9 @@ class ContextPatcher:
             norms. See :class:`icl_patch.analysis.dynamics.Trajectory`.
 
         Raises:
-            ControllabilityError, NonFiniteError, ValueError: as :meth:`compute`.
+            ControllabilityError, NonFiniteError, ValueError: as :meth:`compute`; ValueError also if
+                ``layers`` are none, or not in order.
+            TypeError: as :meth:`compute`, or ``layers`` is not a slice.
 
         Source: Dherin et al. (2025), Proposition 3.1.
         """

@@ -148,6 +148,13 @@ def grow(
     """The patches of the heads of ``start``, ``start + 1``, … columns; see
     :meth:`icl_patch.ContextPatcher.dynamics`.
     """
+    if not isinstance(layers, slice):
+        raise TypeError(f"expected layers as a slice, such as slice(2, 3), got {layers!r}")
+    if (layers.step or 1) < 0 or not attached.block_specs[layers]:
+        raise ValueError(
+            f"expected at least one of {len(attached.block_specs)} layers, in increasing order, got"
+            f" {layers}"
+        )
     # the longest first, which shows at once whether the model takes it
     stops = range(sequences.head, start - 1, -1)
     grown = [
@@ -248,7 +255,8 @@ def factorise(
     others stay in front of the token.
 
     Args:
-        context_ids: (B, C) int64. kept_ids: (B, 1) int64. layer: which block.
+        context_ids: (B, C) int64. kept_ids: (B, 1) int64.
+        layer: which block; negative ones count from the end.
         keep_first: as in :meth:`icl_patch.ContextPatcher.compute`; n = C - keep_first tokens are
             absorbed.
 
@@ -257,26 +265,32 @@ def factorise(
         the block's readers.
 
     Raises:
-        ValueError: more than one kept token, or the block has no readers that share their input; or
-            as :meth:`icl_patch.ContextPatcher.require_attached`.
+        ValueError: more than one kept token; there is no such layer, or its block has no readers
+            that share their input; or as :meth:`icl_patch.ContextPatcher.compute`.
     """
+    attached = patcher.attached_model
+    attached.require_attached()
+    blocks = attached.block_specs
+    if not -len(blocks) <= layer < len(blocks):
+        raise ValueError(
+            f"expected a layer from {-len(blocks)} to {len(blocks) - 1}, got {layer!r}"
+        )
+    if "readers.v" not in blocks[layer].spec.factor_names(attached.update):
+        raise ValueError(
+            f"expected a block with patched readers, got {blocks[layer].path}, which has none:"
+            " choose another layer"
+        )
     if kept_ids.shape[1:] != (1,):
         raise ValueError(
             f"expected one token in each row, kept_ids (B, 1), got {tuple(kept_ids.shape)}"
         )
-    ids, inputs = torch.cat([context_ids, kept_ids], 1), []
+    parts = [
+        assemble(context_ids, kept_ids, keep_first=keep_first, absorbed=[(0, stop)])
+        for stop in range(keep_first + 1, context_ids.shape[1] + 1)
+    ]
+    ids = torch.cat([context_ids, kept_ids], 1)
     every = assemble(ids, ids[:, keep_first:], keep_first=keep_first)
-    parts = [_up_to(every, keep_first)]  # first all are kept
-    for stop in range(keep_first + 1, context_ids.shape[1] + 1):
-        parts.append(assemble(context_ids, kept_ids, keep_first=keep_first, absorbed=[(0, stop)]))
-    for part in parts:
-        patch = patcher.attached_model.compute(part).patch
-        factors = patch.layers[layer]
-        if "readers.v" not in factors:
-            raise ValueError(
-                "expected a block with patched readers, got"
-                f" {patch.blocks[layer].path}, which has none: choose another layer"
-            )
-        inputs.append(factors["readers.v"][:, -1])
-    v = torch.stack(inputs)
+    parts.insert(0, _up_to(every, keep_first))  # first all are kept
+    patches = (attached.compute(part).patch for part in parts)
+    v = torch.stack([patch.layers[layer]["readers.v"][:, -1] for patch in patches])
     return Factorisation(v / v.square().sum(-1, keepdim=True))

@@ -179,7 +179,7 @@ def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> N
         assert close(sizes[-1], norms[module][layer], WIDEST * UNIT[torch.float32]), name
 
 
-def test_layers_and_names(llama_patcher: ContextPatcher) -> None:
+def test_layers_and_names(llama_patcher: ContextPatcher, monkeypatch: pytest.MonkeyPatch) -> None:
     one = llama_patcher.dynamics(CONTEXT, KEPT, layers=slice(1, 2))
     assert one.parameters == tuple(
         f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
@@ -189,6 +189,15 @@ def test_layers_and_names(llama_patcher: ContextPatcher) -> None:
         one.trajectory("lm_head.weight")
     with pytest.raises(ValueError, match="expected ids from 0 to"):
         llama_patcher.dynamics(CONTEXT + 1000, KEPT)
+    monkeypatch.setattr(llama_patcher.attached_model, "compute", None)  # refused before any work
+    for layers in (slice(3, 3), slice(7, 9), slice(None, None, -1)):
+        with pytest.raises(ValueError, match="at least one of 3 layers, in increasing order"):
+            llama_patcher.dynamics(CONTEXT, KEPT, layers=layers)
+    with pytest.raises(TypeError, match=r"expected layers as a slice, .* got 2"):
+        llama_patcher.dynamics(CONTEXT, KEPT, layers=2)
+    for layer in (3, -4):
+        with pytest.raises(ValueError, match=rf"expected a layer from -3 to 2, got {layer}"):
+            factorise(llama_patcher, CONTEXT, KEPT, layer)
 
 
 # -- Appendix E

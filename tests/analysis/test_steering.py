@@ -179,8 +179,14 @@ def test_additivity_is_that_of_matrices(family: str) -> None:
     assert not any(x.isinf().any() for x in shares.values())
     with pytest.raises(ValueError, match="at least one part"):
         additivity(patches[0], [])
-    with pytest.raises(ValueError, match=r"same kept tokens, .* got other blocks: "):
-        additivity(patches[0], [patches[1].select(layers=slice(1))])
-    others = replace(patches[1], kept_ids=KEPT.flip(1))  # of as many tokens
-    with pytest.raises(ValueError, match=r"same kept tokens, .* got other kept tokens: "):
-        additivity(patches[0], [others])
+    bare = torch.zeros(2, 1, dtype=torch.int64)
+    for part, names in (
+        (patches[1].select(layers=slice(1)), "blocks"),
+        (replace(patches[1], kept_ids=KEPT.flip(1)), "kept tokens"),  # of as many tokens
+        (replace(patches[1], kept_mask=KEPT < 0), "kept tokens"),
+        (replace(patches[1], prefix_ids=bare, prefix_mask=bare == 0), "prefixes"),
+        (replace(patches[1], layers=tuple({"other.u": KEPT} for _ in patches[1].layers)), "blocks"),
+        (replace(patches[1], info=replace(patches[1].info, fingerprint="0" * 64)), "weights"),
+    ):
+        with pytest.raises(ValueError, match=rf"of one model with .* got other {names}: "):
+            additivity(patches[0], [part])
