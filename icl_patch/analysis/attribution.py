@@ -118,7 +118,7 @@ def _is_reached(
         changes = of_writer[0].double() * (spec.residual_multiplier / spec.residual_factor)
         # an exact update also corrects the rounding of the block's output
         outputs = [x for x in (with_context.hidden, with_context.output) if x is not None]
-    size = torch.stack([x.double().norm(dim=-1) for x in outputs]).sum(0)
+    size = sum(x.double().norm(dim=-1).to(changes.device) for x in outputs)
     # an input that was rounded in either run, and sums in fp32: at most 0.6 of it was seen where a
     # block's attention was 0, and at least 1.9 of it in two trained models in bf16
     limit = 2 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps

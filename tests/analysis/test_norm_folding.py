@@ -287,7 +287,7 @@ def test_a_tied_head_gets_a_weight_of_its_own_and_a_shared_module_is_refused() -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_else_reads_a_norm_or_a_matrix_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
     """Experts in the last block, a residual sum, a matrix that is read without a call, a class that
-    normalises its weight: folding them would move the logits by less than bf16's √eps.
+    normalises its weight. Some of them move the logits by less than bf16's √eps.
     """
     model = tiny_models.build("qwen2_moe", 2, dtype)
     assert "also read elsewhere" in refused(model, "model.layers.3.post_attention_layernorm")
