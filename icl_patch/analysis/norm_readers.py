@@ -57,8 +57,15 @@ def hidden(model: PreTrainedModel, norm: str, readers: Sequence[str]) -> Iterato
     Nothing is rounded, so no tolerance is needed, and a NaN does not fade on its way to the logits.
     """
     outputs: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the NaNs
+    ended = False  # then a hook that an interrupt has left does nothing
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
 
     def hide_output(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        if ended:
+            return output
         output = output.clone(memory_format=torch.contiguous_format)
         nans = torch.full_like(output, math.nan)
         outputs[nans.untyped_storage().data_ptr()] = nans, output
@@ -66,13 +73,15 @@ def hidden(model: PreTrainedModel, norm: str, readers: Sequence[str]) -> Iterato
 
     def show_output(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *others = args
-        _, output = outputs.get(x.untyped_storage().data_ptr(), (x, x))
+        _, output = (x, x) if ended else outputs.get(x.untyped_storage().data_ptr(), (x, x))
         return output.as_strided(x.shape, x.stride(), x.storage_offset()), *others
 
     def put(module: nn.Module, *_: Any, values: dict[str, nn.Parameter | None]) -> None:
-        module._parameters.update(values)
+        if not ended:
+            module._parameters.update(values)
 
     with ExitStack() as undo:
+        undo.callback(end)
         for path in (norm, *readers):
             module = model.get_submodule(path)
             own = dict(module._parameters)
