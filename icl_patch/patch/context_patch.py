@@ -182,10 +182,11 @@ class ContextPatch:
         )
 
     def to(self, device: torch.device | str) -> "ContextPatch":
-        """The patch with every tensor on ``device``."""
+        """The patch with every tensor on ``device``; raises TypeError for anything but a device."""
+        place = torch.device(device)  # a dtype would change masks and ids too
         names = ("layers", "logits", "report", *TOKEN_TENSORS)
         tensors = {name: getattr(self, name) for name in names} | {"digest": self._valid_digest}
-        moved = tree_map_only(Tensor, lambda x: x.to(device), tensors)
+        moved = tree_map_only(Tensor, lambda x: x.to(place), tensors)
         return replace(self, **moved).with_digest(moved["digest"])
 
     def select(

@@ -166,6 +166,8 @@ def test_to_moves_every_tensor(patch_of: Callable) -> None:
     tensors += [moved.logits, *vars(moved.report).values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert patch.kept_ids.device.type == "cpu"
+    with pytest.raises(TypeError, match="dtype"):
+        patch.to(torch.float16)
 
 
 def test_one_tokens_changes_are_counted_from_the_rows_own_end(patch_of: Callable) -> None:
