@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from support.chats import TEMPLATE
 from support.random_models import build, longrope, tokens
 from support.word_tokenizer import VOCABULARY, word_tokenizer
@@ -131,6 +133,8 @@ def test_answers_are_the_first_choices_whatever_the_model_generates_by_default()
 @pytest.mark.parametrize("name", ["bart", "roberta", "git"])
 def test_answers_where_padding_or_generate_would_change_them(name: str) -> None:
     """BART sees padding, GIT sees it behind a cache; RoBERTa's ``generate`` has other positions."""
+    if name == "git" and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("transformers 5.17 counts GIT's positions twice on a cache")
     sizes = {"vocab_size": 97, "max_position_embeddings": 64, "pad_token_id": 1}
     model = model_types.build(name, sizes)
     for path, parameter in model.named_parameters():
