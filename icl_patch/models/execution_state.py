@@ -108,10 +108,11 @@ class ModelWatch:
     def _take(self) -> None:
         parts = [with_base(module)[-1] for module in self._model.modules()]
         self._attributes = [vars(part) for part in parts]
+        # a module without parameters, buffers or children has code that reads none
         self._tensors: list[dict[str, Any]] = [
-            x for part in parts for x in (part._parameters, part._buffers)
+            x for part in parts for x in (part._parameters, part._buffers) if x
         ]
-        self._children, self._parts = [part._modules for part in parts], parts
+        self._children, self._parts = [part._modules for part in parts if part._modules], parts
         self._classes = [*{type(part) for part in parts}]
         self._other_tensors = [
             (names, name)
