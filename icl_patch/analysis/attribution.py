@@ -34,9 +34,11 @@ def attribution(
 
     where t are the kept tokens, ``ΔW = u vᵀ`` (or Δb, Δm), and the norm is Frobenius'. 0: the block
     does not notice that the tokens are gone; 1: the difference is as large as the change itself,
-    as when the whole context is left out. A block that the context does not reach has no change,
-    though its factors may be rounding: 0. The later tokens move up: they take the positions that
-    they have in the shorter text. The sum over tokens is not the effect of leaving all of them out.
+    as when the whole context is left out. A block that the context changes by no more than rounding
+    does has attribution 0: for no token by more than 2 eps of the dtype (in bf16 1.6 %) of its
+    readers' outputs, or without readers of its stream. The later tokens move up: they take the
+    positions that they have in the shorter text. The sum over tokens is not the effect of leaving
+    all of them out.
 
     The cost: a patch for each span and one more; spans of one length go together, ``batch_size`` at
     a time. A batch holds its factors in memory, ``batch_size`` times as many as one patch.
@@ -50,7 +52,8 @@ def attribution(
         progress: called with (spans done, spans in all).
 
     Returns:
-        (spans, blocks) fp64, on the CPU; 0 for a block without changes, for every span.
+        (spans, blocks) fp64, on the CPU; 0 for a block without changes above rounding, for every
+        span.
 
     Raises:
         ValueError: a span is not in the absorbed context, there are more rows than one, or

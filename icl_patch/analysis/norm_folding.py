@@ -21,7 +21,7 @@ from icl_patch.analysis.norm_readers import depends_on_its_sum, hidden, inputs_o
 from icl_patch.dtypes import FLOATS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import LINEAR
-from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.patched_module import PatchedModule, has_hooks
 from icl_patch.models.model_checks import check_eval
 from icl_patch.models.trial_tokens import trial_tokens
 from icl_patch.tolerances import rounding_limit
@@ -109,7 +109,8 @@ def fold(model: PreTrainedModel) -> Iterator[Folding]:
     - a norm with an output that no linear map reads, such as Gemma's post-norms;
     - a norm with an output that is read elsewhere too: by a residual sum (post-LN models), by
       experts, by rotary embeddings, by a linear map that has other inputs;
-    - a norm that does not run, that has hooks, or that is none of the formulas above;
+    - a norm that does not run, or that is none of the formulas above;
+    - a norm that has hooks, or whose readers have some;
     - a reader with a quantised or offloaded weight.
 
     Args:
@@ -269,9 +270,10 @@ def _examine(
         return None, "it does not run in a pass over tokens"
     if not readers:
         return None, "no linear map reads its output"
-    hooks = norm._forward_hooks, norm._forward_pre_hooks
-    if any((*hooks, norm._backward_hooks, norm._backward_pre_hooks)):
-        return None, "it has hooks, which would get other numbers: remove them first"
+    for name in (path, *readers):
+        if has_hooks(model.get_submodule(name)):
+            whose = "it has" if name == path else f"{name}, which reads its output, has"
+            return None, f"{whose} hooks, which would get other numbers: remove them first"
     for name in readers:
         if inputs[name] != {path}:
             return None, f"{name}, which reads its output, has other inputs too"

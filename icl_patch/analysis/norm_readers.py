@@ -105,7 +105,8 @@ def _nans_like(x: nn.Parameter) -> nn.Parameter:
 @torch.no_grad()
 def depends_on_its_sum(reader: nn.Module) -> bool:
     """Whether a class derived from a linear map, such as a router, computes a function of ``W z +
-    b``: the same for ``z = x ⊙ s + t`` as for x with ``W diag(s)`` and ``b + W t``.
+    b``: the same for ``z = x ⊙ s + t`` as for x with ``W diag(s)`` and ``b + W t``. False if it
+    does not take one row (1, K) alone.
     """
     first, second = (copy.deepcopy(reader).double() for _ in range(2))
     weight, bias = first._parameters["weight"], first._parameters["bias"]
@@ -116,7 +117,11 @@ def depends_on_its_sum(reader: nn.Module) -> bool:
     scaled, shift = (weight * s[:, None], t @ weight) if transposed else (weight * s, weight @ t)
     second._parameters["weight"] = nn.Parameter(scaled)
     second._parameters["bias"] = nn.Parameter(shift if bias is None else bias + shift)
-    y, expected = first.forward((x * s + t)[None]), second.forward(x[None])
+    try:
+        y, expected = first.forward((x * s + t)[None]), second.forward(x[None])
+    except (TypeError, IndexError, RuntimeError, ValueError):  # other inputs, or of another shape
+        return False
     y, expected = first_tensor(y), first_tensor(expected)
-    assert y is not None and expected is not None
+    if y is None or expected is None:
+        return False
     return bool((linf(y, expected) <= rounding_limit(weight.dtype)).all())

@@ -11,7 +11,11 @@ from icl_patch.cli import arguments, inputs, output
 
 HELP = "write the model with a static patch in its weights"
 # the files of an earlier model that would be loaded with the new one's
-_STALE = ("model*.safetensors", "*.index.json", "pytorch_model*.bin", "*chat_template*")
+_STALE = (
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"),
+    *("chat_template.*", "additional_chat_templates"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,4 +62,4 @@ def _save(folder: Path, *parts: Any) -> None:
         shutil.copytree(written, folder, copy_function=os.replace, dirs_exist_ok=True)
     for path in {path for pattern in _STALE for path in folder.glob(pattern)}:
         if path.name not in names:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -22,8 +22,8 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, which every command has; :func:`print_result` follows it. A command that
-    takes minutes sets ``lines``, for :func:`say`.
+    """Add ``--json``, which every command has; :func:`icl_patch.cli.output.print_result` follows
+    it. A command that takes minutes sets ``lines``, for :func:`icl_patch.cli.progress.say`.
     """
     parser.set_defaults(lines=False)
     parser.add_argument(
@@ -88,7 +88,7 @@ def add_model(
     of_patch: bool = False,
 ) -> None:
     """Add MODEL, its revision and device, and its dtype and the seed unless it runs a patch file,
-    which says the dtype, for :func:`load`.
+    which says the dtype, for :func:`icl_patch.cli.inputs.load`.
     """
     parser.add_argument("model", nargs="?", metavar="MODEL", help=meaning)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
@@ -140,8 +140,9 @@ def add_keep_first(parser: argparse.ArgumentParser) -> None:
 def add_prompt(
     parser: argparse.ArgumentParser, default: str | None = None
 ) -> "argparse._MutuallyExclusiveGroup":
-    """Add a context, its question, ``--chat`` and ``--keep-first``, for :func:`read_prompt`, which
-    requires the first two, or with a default for :func:`prompt_text`.
+    """Add a context, its question, ``--chat`` and ``--keep-first``, for
+    :func:`icl_patch.cli.inputs.read_prompt`, which requires the first two, or with a default for
+    :func:`icl_patch.cli.inputs.prompt_text`.
 
     Returns:
         The options that give the context; one of them is allowed.
@@ -184,7 +185,9 @@ def add_prompt(
 def add_dataset(
     group: "argparse._ArgumentGroup", source: "argparse._MutuallyExclusiveGroup"
 ) -> None:
-    """Add ``--dataset``, in place of a context, and its columns, for :func:`dataset_columns`."""
+    """Add ``--dataset``, in place of a context, and its columns, for
+    :func:`icl_patch.cli.inputs.dataset_columns`.
+    """
     source.add_argument(
         "--dataset",
         type=existing("a data set"),

@@ -128,11 +128,11 @@ def _answer(
     if options.max_new_tokens is None:
         return ids[:, :0]
     assert patcher.tokenizer is not None
-    arguments = chat_ends(patcher.model, patcher.tokenizer, chat) | switched_off(patcher.model)
-    arguments |= {"context_mask": torch.ones_like(ids), "max_new_tokens": options.max_new_tokens}
+    choices = chat_ends(patcher.model, patcher.tokenizer, chat) | switched_off(patcher.model)
+    choices |= {"context_mask": torch.ones_like(ids), "max_new_tokens": options.max_new_tokens}
     with progress.progress_bar("answering", options) as update:
         found = []
-        for step in patcher.generate(ids, mode="two_pass", **arguments):
+        for step in patcher.generate(ids, mode="two_pass", **choices):
             found.append(step.token_ids)
             update(len(found), options.max_new_tokens)
     return torch.stack(found, 1)
@@ -160,7 +160,7 @@ def _extract_many(options: argparse.Namespace) -> int:
             print(plan, file=sys.stderr)
 
     tokenizer = inputs.load_tokenizer(options)
-    inputs.check_template(tokenizer, columns)
+    inputs.check_prompts(tokenizer, columns)
     model, _ = inputs.load(options, tokenizer)
     quiet = nullcontext(lambda done, total: None)
     bar = progress.progress_bar("extracting", options) if share.rank == 0 else quiet

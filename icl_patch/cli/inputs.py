@@ -67,7 +67,7 @@ def check_chat(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase"
         chat_text(tokenizer, prompt_text(options) or "a", options.system)
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", columns: "Columns") -> None:
+def check_prompts(tokenizer: "PreTrainedTokenizerBase", columns: "Columns") -> None:
     """Raises ValueError if the tokenizer cannot split the prompts of a data set, or if they are
     chats, and its chat template cannot write them.
     """

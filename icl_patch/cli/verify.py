@@ -97,7 +97,7 @@ def _verify_many(options: argparse.Namespace) -> int:
     """Verify the rows of a data set; 1 if the promise is not kept, or rows were rejected."""
     columns = inputs.dataset_columns(options, options.task_column)
     tokenizer = inputs.load_tokenizer(options)
-    inputs.check_template(tokenizer, columns)
+    inputs.check_prompts(tokenizer, columns)
     model, _ = inputs.load(options, tokenizer)
     from icl_patch.evaluation import dataset_report
     from icl_patch.evaluation.verify_dataset import verify_dataset

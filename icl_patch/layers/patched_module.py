@@ -31,11 +31,12 @@ _PLAIN_WEIGHTS = (
 
 def untouched(module: nn.Module) -> bool:
     """Whether nobody has hooked the module, or all modules, or put another forward there."""
-    hooked = _has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks
+    hooked = has_hooks(module) or _global_forward_hooks or _global_forward_pre_hooks
     return "forward" not in vars(module) and not hooked
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -234,7 +235,7 @@ class PatchedModule(nn.Module):
         return untouched(self.base_layer) and not autocast
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        if _has_hooks(self):
+        if has_hooks(self):
             return self._call_with_own_hooks(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
@@ -249,7 +250,7 @@ class PatchedModule(nn.Module):
             self._check_parameters()
         if self.override is None and self.observer is None:
             return self.base_layer(*args, **kwargs)
-        if kwargs:  # in the order in which the base takes them
+        if kwargs and len(args) + len(kwargs) > 1:  # in the order in which the base takes them
             given = signature(self.base_layer.forward).bind(*args, **kwargs)
             args, kwargs = given.args, given.kwargs
         attachment, compiling = self.attachment, torch.compiler.is_compiling()

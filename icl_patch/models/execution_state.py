@@ -18,6 +18,7 @@ from icl_patch.layers.patched_module import with_base
 _VALUES = (bool, int, float, complex, str, Enum, torch.dtype, FunctionType, BuiltinFunctionType)
 # torch's own attributes of a module, and its forward, of which everybody asks
 _NO_SETTINGS = vars(nn.Module()).keys() - {"training"} | {"forward"}
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def execution_state(model: PreTrainedModel) -> list[Any]:
@@ -108,11 +109,17 @@ class ModelWatch:
     def _take(self) -> None:
         parts = [with_base(module)[-1] for module in self._model.modules()]
         self._attributes = [vars(part) for part in parts]
-        # a module without parameters, buffers or children has code that reads none
+        # what is empty is read by no code, except in a container, whose parent reads what is added
         self._tensors: list[dict[str, Any]] = [
-            x for part in parts for x in (part._parameters, part._buffers) if x
+            x
+            for part in parts
+            for x in (part._parameters, part._buffers)
+            if x or isinstance(part, _CONTAINERS)
         ]
-        self._children, self._parts = [part._modules for part in parts if part._modules], parts
+        self._children = [
+            part._modules for part in parts if part._modules or isinstance(part, _CONTAINERS)
+        ]
+        self._parts = parts
         self._classes = [*{type(part) for part in parts}]
         self._other_tensors = [
             (names, name)

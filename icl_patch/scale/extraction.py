@@ -256,8 +256,9 @@ def make_plan(extractor: Extractor, dataset: Path, finished: Mapping[bytes, int 
         if there.get(rows, key) != key:
             raise ValueError(
                 f"expected a data set whose rows are those of the patches in {extractor.folder},"
-                f" with new ones behind them, got another row {rows} in {dataset}: add rows at the"
-                " end, or choose another folder"
+                f" with new ones behind them, read in the same way, got another row {rows} in"
+                f" {dataset}: add rows at the end, name the same columns and the same kind of"
+                " prompt, or choose another folder"
             )
         rows += 1
         if isinstance(row, Reject):

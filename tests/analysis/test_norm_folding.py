@@ -299,6 +299,9 @@ def test_what_else_reads_a_norm_or_a_matrix_is_seen_in_every_dtype(dtype: torch.
     model = build("llama", 0, dtype)
     model.model.layers[2].mlp.up_proj.__class__ = Normalising
     assert "no function of W z + b alone" in refused(model, path)
+    model = build("llama", 0, dtype)
+    model.model.layers[2].mlp.up_proj.__class__ = WithMore
+    assert "no function of W z + b alone" in refused(model, path)
 
 
 class Peeking(nn.Module):
@@ -315,6 +318,14 @@ class Normalising(nn.Linear):
         return F.linear(x, F.normalize(self.weight, dim=1), self.bias)
 
 
+class WithMore(nn.Linear):
+    """Of three dimensions alone, as some classes of transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, count, _ = x.shape
+        return super().forward(x).view(batch, count, -1)
+
+
 def test_a_norm_with_hooks_keeps_them_and_its_numbers() -> None:
     model, calls = gpt2(), []
     handle = model.transformer.h[0].ln_1.register_forward_hook(lambda *args: calls.append(args))
@@ -327,6 +338,9 @@ def test_a_norm_with_hooks_keeps_them_and_its_numbers() -> None:
     assert "it has hooks" in folding.refused["transformer.h.0.ln_1"]
     handle.remove()
     assert off(after, before) <= fold_limit(model)
+    model.transformer.h[0].attn.c_attn.register_forward_hook(lambda *args: None)
+    reason = "transformer.h.0.attn.c_attn, which reads its output, has hooks"
+    assert reason in refused(model, "transformer.h.0.ln_1")
 
 
 class Shifted(nn.LayerNorm):

@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.generation.sampling_loop import GenerationStep
+from icl_patch.models.execution_state import ModelWatch
 
 STEPS = 18  # enough for a program
 LIMIT = 1e-5
@@ -99,6 +100,22 @@ def test_patches_and_steps_follow(name: str, monkeypatch: pytest.MonkeyPatch) ->
             whole = model(torch.cat([IDS, kept], 1)).logits[:, -kept.shape[1] :]
         replayed = patcher.forward(kept, patcher.compute(IDS, kept))
     assert metrics.linf(replayed, whole).max() < LIMIT
+
+
+@pytest.mark.parametrize(
+    "kind", [nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList, nn.ParameterDict]
+)
+def test_what_is_put_into_an_empty_container_is_a_change(kind: Any) -> None:
+    """Its parent may read it."""
+    model = nn.Module()
+    model.extras = kind()
+    watch = ModelWatch(model)
+    watch.look()
+    assert (watch.code, watch.weights) == (0, 0)
+    part = nn.Parameter(torch.ones(2)) if "Parameter" in kind.__name__ else nn.Linear(2, 2)
+    model.extras.update({"new": part}) if "Dict" in kind.__name__ else model.extras.append(part)
+    watch.look()
+    assert watch.code + watch.weights > 0
 
 
 def test_blocks_of_another_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
