@@ -1,7 +1,8 @@
 """The activation functions of a gated product ``act(gate) ⊙ up``: the one table of their names.
 
-A new one is added here, and computed in ``triton_kernels/ops/gated_product.py``,
-``csrc/cpu/gated_product.cpp`` and ``csrc/bindings/gated_product.cpp``.
+A new one is added here, and computed in ``triton_kernels/ops/gated_product.py`` and
+``csrc/cpu/gated_product.cpp``, which ``csrc/bindings/gated_product.cpp`` calls with a ``Gated`` of
+``csrc/common/calls.h``.
 """
 
 from collections.abc import Callable

@@ -78,7 +78,10 @@ def attribution(
                 f" ({start}, {stop})"
             )
     computed = attached.compute(assemble(context_ids, kept_ids, keep_first=keep_first))
-    whole = computed.patch
+    whole, dtype = computed.patch, attached.model.dtype
+    of_blocks = zip(whole.blocks, whole.layers, computed.activations, strict=True)
+    reached = torch.tensor([_is_reached(*of_block, dtype) for of_block in of_blocks])
+    del computed, of_blocks  # the activations of every block
     found = torch.ones(len(spans), len(whole.layers), dtype=torch.float64)
     # without a context there is no change: 1, as it stands
     places = [place for place, span in enumerate(spans) if span != (keep_first, columns)]
@@ -93,13 +96,7 @@ def attribution(
         found[batch] = _relative_changes(whole, part)
         done += len(batch)
         progress(done, len(places))
-    dtype = attached.model.dtype
-    for place, of_block in enumerate(
-        zip(whole.blocks, whole.layers, computed.activations, strict=True)
-    ):
-        if not _is_reached(*of_block, dtype):
-            found[:, place] = 0
-    return found
+    return torch.where(reached, found, 0.0)
 
 
 def _is_reached(

@@ -265,7 +265,7 @@ def test_a_base_that_returns_more_than_a_tensor() -> None:
 
 
 def test_parents_that_read_a_weight_themselves() -> None:
-    """One that never calls its module is refused; another can be told to call it."""
+    """One that never calls its module is refused; another calls it without its fast path."""
     parent = nn.TransformerEncoderLayer(8, 2, N, dropout=0, batch_first=True).eval()
     with pytest.raises(TypeError, match=r"got the out_proj of an nn\.MultiheadAttention"):
         PatchedLinear(parent.self_attn.out_proj)
